@@ -7,6 +7,7 @@ __all__ = ['Account', 'Tally', 'Counted']
 
 # %% ../nbs/source/account.ipynb #account-imports
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,10 @@ class Account:
                     given = Ledger(given or own)
                 state, run = checkpoint.load(given), checkpoint.run
                 known = run in given.runs()
+                if settings.ledger is None and given.runs() and not known:
+                    warnings.warn(f"checkpoint {settings.checkpoint} has no unfinished "
+                                  "run, so this begins another; its epsilon adds to "
+                                  f"what is in {given.path}", stacklevel=6)
                 plan = make(ledger=given, recorded=given.plan(run) if known else None)
             except BaseException:
                 checkpoint.close()

@@ -189,8 +189,10 @@ def evaluation(
     result["classes"] = {name: each[name] for name in names}
     result["confusion"] = metrics.confusion_matrix(     # a row for each true class
         labels, given, labels=range(len(names))).tolist()
+    rows = "\n".join(f"{name:>12} {row}" for name, row in zip(
+        names, result["confusion"], strict=True))
     result.table = metrics.classification_report(labels, given, digits=3, **options) + (
-        f"\nconfusion, a row for each true class: {result['confusion']}")
+        f"\nconfusion, a row for each true class, predictions in this order:\n{rows}")
     if len(given.unique()) == 1 and len(labels.unique()) > 1:
         result.warning = ONE_CLASS.format(name=names[int(given[0])])
     return result

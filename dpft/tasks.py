@@ -64,7 +64,10 @@ def _csv(path: Path, unit: str | None) -> Any:
     "An Arrow table; the column of the unit is text, without blanks around it."
     from pyarrow import compute, csv, string
 
-    lines = csv.ParseOptions(delimiter="," if path.suffix.lower() == ".csv" else "\t",
+    with path.open("rb") as file:
+        head = file.readline()
+    comma = ";" if head.count(b";") > head.count(b",") else ","  # as Excel may write
+    lines = csv.ParseOptions(delimiter=comma if path.suffix.lower() == ".csv" else "\t",
                              newlines_in_values=True)
     kinds = csv.ConvertOptions(column_types={unit: string()} if unit else None)
     table = csv.read_csv(path, parse_options=lines, convert_options=kinds)

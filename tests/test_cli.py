@@ -49,6 +49,17 @@ def saved(tmp_path_factory):
     return folder
 
 
+def test_account_says_where_a_killed_run_stopped(run, tmp_path):
+    with Ledger(tmp_path / "l.sqlite") as ledger:
+        ledger.begin("killed", {"mechanisms": [{"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 100, "name": "train"}],
+                                "delta": 1e-3, "accountant": "rdp", "method": "BiTFiT()"})
+        for _ in range(5):
+            ledger.claim("killed", "train")
+    status, out, _ = run("account", tmp_path / "l.sqlite")
+    assert status == 0 and "not finished, 5 of 100 steps" in out
+    assert json.loads(run("account", tmp_path / "l.sqlite", "--json")[1])["runs"][0]["claimed"] == {"train": 5}
+
+
 def test_verify_recomputes_what_a_run_claims(run, saved):
     status, out, _ = run("verify", saved / "model")
     assert status == 0 and out.count("ok: ") >= 6 and "sealed" in out

@@ -651,10 +651,11 @@ def test_every_kind_of_file(tmp_path, monkeypatch):
     rows.to_json(tmp_path / "rows.jsonl")
     rows.to_csv(tmp_path / "rows.csv")
     (tmp_path / "rows.json").write_text('[{"text": "a", "label": 0},\n {"text": "b", "label": 1}]')
+    (tmp_path / "rows 2.csv").write_text('text;label\n"a";0\nb;1\n')          # as Excel writes where a comma begins fractions
     (tmp_path / "rows.tsv").write_text("text\tlabel\na\t0\nb\t1\n")
     rows.save_to_disk(tmp_path / "kept")
-    before, files = {*tmp_path.iterdir()}, [*tmp_path.glob("rows.*")]
-    assert len(files) == 5
+    before, files = {*tmp_path.iterdir()}, [*tmp_path.glob("rows*.*")]
+    assert len(files) == 6
     for path in files:
         data = read_file(path)
         assert (list(data["text"]), list(data["label"])) == (["a", "b"], [0, 1]), path.name

@@ -26,14 +26,14 @@ def closed():
 def test_a_run_draws_what_it_recorded_and_shows_a_card():
     run = fine_tune(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), points(), LastLayer(), epsilon=3.0, steps=4, batch_size=16,
                     evaluate=Public(points(16, 1), "made up"), progress=False)
-    titles = {axis.get_title(): axis for axis in run.plot().axes}
+    titles = {axis.get_title(loc="left"): axis for axis in run.plot().axes}
     assert set(titles) == {"epsilon spent", "norm of the noisy gradient", "accuracy"}          # no loss: nobody asked for it
     line = titles["epsilon spent"].lines[0]
     assert list(line.get_xdata()) == [1, 2, 3, 4] and line.get_ydata()[-1] == pytest.approx(run.epsilon)
     card = run._repr_markdown_()
     assert f"ε = {run.epsilon:.2f}" in card and "accuracy" in card
     shown = fine_tune(nn.Linear(4, 2), points(), LastLayer(), epsilon=3.0, steps=2, batch_size=16, show_loss=True, progress=False)
-    assert "training loss (private)" in {axis.get_title() for axis in shown.plot().axes}
+    assert "training loss (private)" in {axis.get_title(loc="left") for axis in shown.plot().axes}
 
 
 def test_a_plan_is_a_heat_map_with_its_noise():

@@ -3,6 +3,7 @@
 import csv
 import io
 import random
+import re
 
 import pytest
 import torch
@@ -183,12 +184,14 @@ def test_the_command_trains_scores_saves_and_predicts(run, tmp_path, words):
     status, out, error = run(*usual, "--test", files[1], "--output", tmp_path / "out")
     assert status == 0, error
     assert "f1-score" in out and "accuracy: " in out and "nothing was scored" not in out
+    assert re.search(r"\n +complaint \[\d+, \d+\]\n +fine \[\d+, \d+\]\n", out) and out.index("accuracy: ") < out.index("private**")
     assert "nothing was scored, for" in run(*usual)[1]
     status, _, error = run(*usual, "--test", files[0])
     assert status == 1 and "40 of the 40 scored rows are in the training data too" in error
     blank = write(tmp_path / "new.csv", without(notes(10, 500), "outcome"))
     printed = run("predict", tmp_path / "out", blank)[1]
-    run("predict", tmp_path / "out", blank, "--output", tmp_path / "found.csv")
+    said = run("predict", tmp_path / "out", blank, "--output", tmp_path / "found.csv")[1]
+    assert said == f"predictions of 10 rows are in {tmp_path / 'found.csv'}\n"
     rows = [*csv.DictReader(io.StringIO(printed))]
     assert printed.split() == (tmp_path / "found.csv").read_text().split() and len(rows) == 10
     assert list(rows[0]) == ["note_id", "patient_id", "prediction", "p(complaint)", "p(fine)"]

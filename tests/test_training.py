@@ -540,6 +540,17 @@ def test_a_run_that_stops_early_states_its_plan_or_what_it_claimed():
             e.ledger.claim(e.account.run, "train")
 
 
+def test_a_checkpoint_whose_run_is_complete_says_that_another_begins(tmp_path):
+    def once(epsilon=2.0):
+        return dpft.fine_tune(net(), toy(), dpft.Full(), epsilon=epsilon, steps=1, batch_size=8, accountant="rdp", loss_fn=zoo.image_loss,
+                              checkpoint=tmp_path / "state", progress=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*this begins another")
+        once()
+    with pytest.warns(UserWarning, match="state has no unfinished run, so this begins another; its epsilon adds"):
+        once(epsilon=3.0)
+
+
 # bad input -------------------------------------------------------------------------------------------------------------------------
 
 

@@ -267,8 +267,8 @@ def train(
         run = fine_tune(made, task, chosen, tokenizer=tokenizer,
                         evaluate=scored_part(task, score), **settings)
     if first:
-        print(run.report())
         print_scores(run, task, score, test)
+        print(run.report())
         if run.unsaved:
             raise ValueError(f"the run is complete, but {run.unsaved}, and its weights "
                              "end with this process; start again with --checkpoint, "
@@ -341,6 +341,8 @@ def predict(
     with output.open("w", newline="", encoding="utf-8") if output else (
             nullcontext(sys.stdout)) as out:
         csv.writer(out).writerows([[*table], *zip(*table.values(), strict=True)])
+    if output:
+        print(f"predictions of {len(rows)} rows are in {output}")
 
 # %% ../../nbs/source/cli_core.ipynb #cli-checked
 def check_device(device: str | None) -> None:

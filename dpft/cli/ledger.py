@@ -74,6 +74,8 @@ def accounted(book: Any, delta: float | None) -> dict[str, Any]:
         return {"run": run, "who": book.owner(run),
                 "method": book.plan(run).get("method", ""),
                 "finished": book.finished(run), "seeded": book.seeded(run),
+                "claimed": {m["name"]: book.claims(run, m["name"])
+                            for m in book.plan(run)["mechanisms"]},
                 "mechanisms": [asdict(m) for m in book.charged(run)],
                 "epsilon": rounded_up(book.epsilon(deltas[run], run)),
                 "delta": deltas[run], "accountant": book.accountant(run)}
@@ -95,15 +97,17 @@ def accounted(book: Any, delta: float | None) -> dict[str, Any]:
 
 def account_lines(found: dict[str, Any]) -> list[str]:
     "The contents of a ledger, in lines of text."
-    form = "{:18s} {:10s} {:24s} {:12s} {:32s} {:>8s}  {:s}"
+    form = "{:18s} {:10s} {:24s} {:30s} {:32s} {:>8s}  {:s}"
     lines = [form.format("run", "who", "method", "state", "released", "epsilon", "at")
              if found["runs"] else "no runs yet"]
     for run in found["runs"]:
         released = ", ".join(
             f"{m['name']} {m['steps']} x sigma {m['noise_multiplier']:.4g}"
             for m in run["mechanisms"])
-        state = "seeded" if run["seeded"] else "finished" if run["finished"] \
-            else "as planned"
+        planned = {m["name"]: m["steps"] for m in run["mechanisms"]}
+        state = "seeded" if run["seeded"] else "finished" if run["finished"] else (
+            f"not finished, {run['claimed'].get('train', 0)} of "
+            f"{planned.get('train', 0)} steps")
         lines.append(form.format(
             run["run"], run["who"] or "-", run["method"], state, released,
             f"{run['epsilon']:.2f}",
