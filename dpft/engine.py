@@ -42,7 +42,7 @@ from .plan import (
     entries, noise_spread, released, scaled_blocks, secured_blocks, warn_of_noise)
 from .prepared import checked_rows
 from .privacy import SampledGaussian
-from .processes import SAME_CHOICE, SAME_INPUT, form, processes_of
+from .processes import SAME_CHOICE, SAME_INPUT, form, processes_of, shard_of
 from .sampling import Population, Share, random_state
 from .settings import Settings, settings_from, takes_settings
 from .step import Draws, Lowered, Step, release
@@ -418,6 +418,17 @@ class Engine:
     def parameters(self) -> list[nn.Parameter]:
         "What trains now, for an optimizer."
         return list(self.trains.values())
+
+    def noise(self, parameter: nn.Parameter) -> Tensor | float:
+        """The standard deviation of the noise in a parameter's gradient, of each entry
+        or of all; 0 for epsilon = inf. ValueError for a zeroth-order method."""
+        if self.along:
+            raise ValueError("the noise of a zeroth-order step lies along its "
+                             "directions, so an entry has none of its own; choose "
+                             "optimizer='adamw' or 'sgd'")
+        own = self.spread[id(parameter)] if self.plan.private else 0.0
+        spread = shard_of(own, parameter) if isinstance(own, Tensor) else own
+        return spread / self.plan.batch_size
 
     def note_uncharged(self, what: str) -> None:  # in words, for the report
         "Name an uncharged access to private data."

@@ -58,7 +58,8 @@ class Settings:
     warmup: float = setting(
         0, "learning-rate warm-up in steps; below 1: a share of the run", "loop")
     optimizer: Any = setting(
-        "adamw", "'adamw', 'adam', 'sgd', an optimizer class or an instance", "loop")
+        "adamw", "'adamw', 'adam', 'sgd', 'adambc', an optimizer class or an instance",
+        "loop")
     weight_decay: float = setting(0.0, "weight decay of the optimizer", "loop")
     average: float | None = setting(
         None, "decay of an exponential average of the parameters; None: no average",

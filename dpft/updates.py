@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +20,64 @@ if TYPE_CHECKING:
     from dpft.engine import Engine
 
 # %% auto #0
-__all__ = ['OPTIMIZERS', 'make_optimizer', 'MaskedEntries', 'make_schedule', 'Average', 'Updates']
+__all__ = ['OPTIMIZERS', 'AdamBC', 'make_optimizer', 'MaskedEntries', 'make_schedule', 'Average', 'Updates']
+
+# %% ../nbs/source/updates.ipynb #updates-adambc
+class AdamBC(torch.optim.Optimizer):
+    """AdamW that leaves the noise's variance out of its second moment; DP-AdamBC of
+    @tang2024.
+
+    `fine_tune` gives it the noise, and a loop of one's own passes `engine.noise`.
+    ValueError at its first step without it.
+    """
+
+    def __init__(
+        self,
+        params: Any,                 # parameters, or groups of them
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        # f: least second moment, as a share of the noise's variance
+        floor: float = 0.1,
+        eps: float = 1e-8,           # least root of it, for runs without noise
+        weight_decay: float = 0.0,   # apart from the gradient, as in AdamW
+        # parameter -> standard deviation of its gradient's noise, each entry's or all
+        noise: Callable[[nn.Parameter], Tensor | float] | None = None,
+    ):
+        self.noise = noise
+        super().__init__(params, dict(lr=lr, betas=betas, floor=floor, eps=eps,
+                                      weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        "One update of all parameters that have a gradient."
+        if self.noise is None:
+            raise ValueError("AdamBC subtracts the variance of the noise and was not "
+                             "given it; pass AdamBC(..., noise=engine.noise)")
+        for group in self.param_groups:
+            (beta1, beta2), rate = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                variance = torch.as_tensor(self.noise(p), dtype=p.dtype,
+                                           device=p.device).square()
+                if not (state := self.state[p]):
+                    state |= {"step": 0, "mean": torch.zeros_like(p),
+                              "square": torch.zeros_like(p)}
+                state["step"] += 1
+                mean, square, t = state["mean"], state["square"], state["step"]
+                mean.lerp_(p.grad, 1 - beta1)
+                square.lerp_(p.grad.square() - variance, 1 - beta2)
+                second = (square / (1 - beta2**t)).maximum(
+                    group["floor"] * variance + group["eps"] ** 2)
+                p.mul_(1 - rate * group["weight_decay"])
+                p.addcdiv_(mean, second.sqrt(), value=-rate / (1 - beta1**t))
 
 # %% ../nbs/source/updates.ipynb #updates-optimizers
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam,
-              "sgd": torch.optim.SGD}
+              "sgd": torch.optim.SGD, "adambc": AdamBC}
 
 def make_optimizer(
-    optimizer: Any,          # "adamw" | "adam" | "sgd", a class, or an instance
+    optimizer: Any,          # a name of `OPTIMIZERS`, a class, or an instance
     parameters: Sequence[nn.Parameter],
     learning_rate: float,
     weight_decay: float = 0.0,
@@ -167,6 +217,9 @@ class Updates:
         every = [*engine.model.parameters()] if method.changes else engine.parameters()
         self.optimizer = make_optimizer(given.optimizer, every, engine.learning_rate,
                                         given.weight_decay, engine.model)
+        if isinstance(self.optimizer, AdamBC):
+            engine.noise(engine.parameters()[0])   # refuses what has none
+            self.optimizer.noise = engine.noise
         self.schedule = make_schedule(self.optimizer, given.schedule,
                                       engine.plan.steps, given.warmup)
         self.average = Average(given.average, engine.model)

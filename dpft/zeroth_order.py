@@ -37,9 +37,9 @@ class Directions:
     def sums(self, engine: Any) -> dict[str, Tensor]:
         "What is summed, empty; ValueError where differences of losses are no use."
         if engine.settings.precision is not None:
-            raise ValueError(f"precision={engine.settings.precision!r}: a difference of "
-                             "two losses is lost in their rounding; leave it out for a "
-                             "zeroth-order method")
+            raise ValueError(f"precision={engine.settings.precision!r}: a difference "
+                             "of two losses is lost in their rounding; leave it out "
+                             "for a zeroth-order method")
         if engine.processes.divides:
             raise ValueError("a zeroth-order method moves whole parameters; pass the "
                              "whole model to every process")
@@ -48,7 +48,7 @@ class Directions:
                                          device=engine.device)}
 
     def draw(self, step: Any, number: int,
-             ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:  # z, parameter by parameter
+             ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:  # name, parameter, z
         "One of the step's directions, standard normal in every entry that trains."
         for name, p in step.engine.trains.items():
             yield name, p, step.engine.keystream.normal(
@@ -107,14 +107,14 @@ def cuts(method: Method) -> bool:
             else type(method).blocks is not Method.blocks)
 
 class ZerothOrder(Method):
-    """What another method lets train, trained by losses alone: a step releases `directions`
-    numbers, whatever the number of parameters.
+    """What another method lets train, trained by losses alone: a step releases
+    `directions` numbers, however many parameters train.
 
-    Costs what the method costs; a step makes two forward passes for each direction, and no
-    backward pass.
+    Costs what the method costs; a step makes two forward passes for each direction, and
+    no backward pass.
     Raises ValueError for a method that masks entries or has several blocks.
-    DP-ZO of @tang2025, DPZero of @zhang2024; more than one direction as in DP-AggZO of
-    @bao2025. @lem-zeroth-order.
+    DP-ZO of @tang2025, DPZero of @zhang2024, with several directions DP-AggZO of
+    @bao2025; @lem-zeroth-order.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class ZerothOrder(Method):
         self.method = Full() if method is None else method
         check_method(self.method)
         if cuts(self.method):
-            raise ValueError(f"{type(self.method).__name__} masks entries or has blocks of its "
-                             "own, and a zeroth-order step bounds all that trains as "
-                             "one; choose a method of whole parameters")
+            raise ValueError(f"{type(self.method).__name__} masks entries or has "
+                             "blocks of its own, and a zeroth-order step bounds all "
+                             "that trains as one; choose a method of whole parameters")
         if directions < 1 or not smoothing > 0:
             raise ValueError(f"directions={directions} must be 1 or more, and "
                              f"smoothing={smoothing} positive")

@@ -141,7 +141,7 @@ PLACES = ("cache_folder", "ledger", "checkpoint", "output")
 SET_HERE = ("columns", "label")
 HELP = {"columns": "columns to read, separated by commas: the texts, then the label; "
                    "None: found by name and type",
-        "optimizer": "optimizer: 'adamw', 'adam' or 'sgd'",
+        "optimizer": "optimizer: 'adamw', 'adam', 'sgd' or 'adambc'",
         "schedule": "learning-rate schedule: 'constant', 'linear', 'cosine', or "
                     "another of Transformers",
         "unit": "column that identifies each row's person, whose rows are then "
