@@ -1,5 +1,6 @@
 """Ways and mechanisms of the kernel against the slow oracle; which layers are exact, `test_characterisation` says."""
 
+import copy
 import gc
 import platform
 import warnings
@@ -473,3 +474,34 @@ def test_a_part_in_doubt_beside_one_that_is_not_is_measured_again(monkeypatch):
     asked = iter([torch.tensor([True] * 5), torch.tensor([False] * 5)])
     monkeypatch.setattr(dpft.norms.Measured, "doubtful", lambda self: next(asked))
     torch.testing.assert_close(gradients(net, forward, inputs).norms(2, parts), plain, rtol=1e-4, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_takes_the_private_steps_of_the_plain_one():
+    "By the compiler's own graphs of both passes, cut at the hooks; what makes machine code of them is left out, for it takes a minute."
+    import torch._dynamo
+    from torch.utils.data import TensorDataset
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
+    data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+
+    def losses(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    def after_three_steps(model):
+        engine = dpft.Engine(model, losses, dpft.Full(), data, noise_multiplier=1.0, delta=1e-5, accountant="rdp", clip=0.1,
+                             batch_size=32, steps=3, seed=1)
+        optimizer = torch.optim.SGD(engine.parameters(), 1.0)
+        for step in engine:
+            step.take(optimizer)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    torch._dynamo.reset()
+    compiled = copy.deepcopy(plain)
+    compiled.compile(backend="aot_eager")
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=32):
+        found = after_three_steps(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert torch.allclose(found, after_three_steps(copy.deepcopy(plain)), rtol=1e-4, atol=1e-6)
+    torch._dynamo.reset()
