@@ -596,13 +596,16 @@ def lowered(
     gaps: Sequence[Sequence[float]],      # by how much they are larger than with it
 ) -> Verdict:
     "The verdict on attacks that privacy lowers, in the cells where there is one."
-    works = [len(areas) >= SEEDS and interval([*areas])[0] - interval([*areas])[1]
-             >= ATTACKED for areas in attacked]
+    least = min(map(len, attacked))
+    if least < SEEDS:
+        return "undecided", f"{least} of {SEEDS} seeds"
+    works = [centre - half >= ATTACKED for centre, half in
+             (interval([*areas]) for areas in attacked)]
     silent = len(works) - sum(works)
     if not any(works):
         return "not testable here", f"no attack works without privacy in {silent} cells"
     verdict, said = judged([gap for gap, its in zip(gaps, works, strict=True) if its])
-    return verdict, said + f"; {silent} cells have no attack to lower" * (silent > 0)
+    return verdict, said + f"; in {silent} cells no attack works without it" * bool(silent)
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-untuned
 def untuned(records: list[Settings], methods: list[str], metric: str = "accuracy",
