@@ -201,7 +201,8 @@ def plan(
         giant: Shape = ("llama", *(tiny if quick else (4096, 32, 1024, 4)))
         own, rounds = ("plain", "dpft"), 2 if quick else 15
         peers = ("plain", "opacus", "opacus-ghost", "dpft")
-        limit = {} if quick else {"limit": 100.0}  # five, in less than ten minutes
+        # five of them in less than ten minutes
+        limit: dict[str, Any] = {} if quick else {"limit": 100.0}
         return [*both("gpu", [giant], own, rounds, ("biases",),
                       precision="bf16 weights", **limit),
                 *both("gpu", [base], own, rounds, precision="bf16", **limit),
@@ -511,9 +512,8 @@ def ready_encoder(layers: int, width: int, tokens: int, rows: int, trains: str,
 
 def measure_grid(sizes: OverheadSizes) -> Measured:
     "Whole steps of each library over the plain step."
-    libraries = {name: make for name, package, make in (
-        ("Opacus", "opacus", opacus_hooks), ("FastDP", "fastDP", fastdp))
-        if find_spec(package)}
+    libraries: dict[str, tuple[str, Callable[..., Contender]]] = {
+        "Opacus": ("opacus", opacus_hooks), "FastDP": ("fastDP", fastdp)}
     for layers, width, rows in sizes.grid:
         for trains in TRAIN_SETS:
             model, batch, data = ready_encoder(layers, width, sizes.tokens, rows,
@@ -522,7 +522,8 @@ def measure_grid(sizes: OverheadSizes) -> Measured:
             them = {"plain": plain_step(copy.deepcopy(model), loss),
                     "Engine": own_steps(engine_of(copy.deepcopy(model), data, rows)),
                     **{name: make(copy.deepcopy(model), loss, True)
-                       for name, make in libraries.items()}}
+                       for name, (package, make) in libraries.items()
+                       if find_spec(package)}}
             seconds = interleaved(them, batch, sizes.repeats, clock=time.process_time)
             shape = f"encoder, {layers} × {width}, {rows} rows, {trains}"
             for who in [who for who in them if who != "plain"]:
@@ -574,7 +575,8 @@ def measure_parts(sizes: OverheadSizes, trains: str) -> Measured:
     plain = plain_step(copy.deepcopy(model), loss, make=adamw)
     own = own_steps(engine_of(copy.deepcopy(model), data, sizes.rows), adamw)
     for number in range(-2, sizes.repeats):
-        base, optimizing, found = seconds_of(plain, batch, time.process_time), {}, {}
+        base = seconds_of(plain, batch, time.process_time)
+        optimizing, found = dict[str, float](), dict[str, float]()
         with parted(optimizing):
             whole = seconds_of(plain, batch, time.process_time)
         with parted(found):
