@@ -260,8 +260,8 @@ def labelled_texts(kind: str) -> tuple[list[str], list[int]]:
         table = hospital_notes()
         return table["note"], table["outcome"]
     if kind == "wikipedia":
-        texts = [text.partition("\n")[2].partition(". ")[0]
-                 for text in public_text()["text"][:5000]]
+        texts = [words for text in public_text()["text"][:5000]
+                 if (words := text.partition("\n")[2].partition(". ")[0])]
         return texts, [i % 2 for i in range(len(texts))]
     train = load_data("sst2").train
     return train["sentence"], train["label"]
@@ -282,10 +282,10 @@ def text_choice_run(settings: Settings) -> Settings:
             "sizes": [pieces[i].size for i in sorted(numbers)], "metrics": {}}
 
 def text_choice_grid() -> Iterator[Settings]:
-    "Three samples of 500 sentences of each kind."
+    "Three samples of 200 sentences of each kind."
     for seed, texts in product(range(3), ("sst2", "hospital", "wikipedia")):
         yield {"data": "sst2", "model": "minilm", "method": "DPFrost", "label": texts,
-               "texts": texts, "rows": 500, "ratio": 0.0625, "seed": seed}
+               "texts": texts, "rows": 200, "ratio": 0.0625, "seed": seed}
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-phases
 OPTIMIZERS = {  # learning rates of the head and of everything
