@@ -36,8 +36,9 @@ def draw_run(
         colour = ORANGE if "(private)" in title else GREEN if score else BLUE
         axis.plot(steps, values, color=colour, linewidth=1.3, markersize=3.5,
                   marker="o" if score or len(points) < 12 else None)
-        axis.annotate(f"{values[-1]:.3g}", (steps[-1], values[-1]), (5, 0), color=colour,
-                      textcoords="offset points", va="center", annotation_clip=False)
+        axis.annotate(f"{values[-1]:.3g}", (steps[-1], values[-1]), (5, 0),
+                      textcoords="offset points", va="center", color=colour,
+                      annotation_clip=False)
         if not score:
             axis.fill_between(steps, values, color=colour, alpha=0.12, linewidth=0)
             axis.set_ylim(bottom=0)

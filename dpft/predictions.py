@@ -35,7 +35,8 @@ def answers_to(
 ) -> tuple[list[Tensor], list[Tensor]]: # scores and labels of each row; no labels: []
     "Scores and labels of every row, in the order of the rows."
     if task_of(model) == "speech":
-        raise ValueError(f"a speech model's frames need its processor's decoding; {ASK}")
+        raise ValueError("a speech model's frames need its processor's decoding; "
+                         f"{ASK}")
     scores, labels = list[Tensor](), list[Tensor]()
     for batch in evaluation_batches(model, data, collate, 64):
         if task_of(model) in TOKENS:

@@ -159,7 +159,8 @@ def apart(found):
 ALONE = [label for label in (*METHODS, *VARIANTS) if label not in ("two processes", "q = 1/4")]  # those have tests of their own
 
 
-@pytest.mark.parametrize("label", ALONE)
+# a zeroth-order step releases one number, which all canaries share
+@pytest.mark.parametrize("label", [label for label in ALONE if label != "ZerothOrder"])
 def test_a_method_shows_its_canaries(label):
     found = small(label)
     assert found.claim <= found.epsilon <= 8.0

@@ -251,7 +251,8 @@ def utility_figure(records: Records) -> Figure:
     task and device; bars are over seeds."""
     panels = panels_of((
         e for e in records if label_of(e) in ("Full", "LastLayer", "BiTFiT")
-        and "accuracy" in e["metrics"] and not {"distances", "series"} & {*e}), "metrics")
+        and "accuracy" in e["metrics"]
+        and not {"distances", "series"} & {*e}), "metrics")
     figure, axes = side_by_side(panels)
     for axis, its in zip(axes[0], panels.values(), strict=False):
         table = by_method(its, "accuracy")

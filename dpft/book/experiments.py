@@ -275,7 +275,8 @@ def run_name(entry: Settings) -> str:
         f"{name} {entry[key]}" for name, key in (
             ("epsilon", "target_epsilon"), ("seed", "seed")) if key in entry)]
     scores = [f"{name} {value:.3f}" for name, value in entry["metrics"].items()]
-    return f"{entry['experiment']}: {', '.join(words)}: {' '.join(scores) or entry.get('cannot') or 'made'}"
+    said = " ".join(scores) or entry.get("cannot") or "made"
+    return f"{entry['experiment']}: {', '.join(words)}: {said}"
 
 # %% ../../nbs/source/book_experiments.ipynb #experiments-measured-run
 OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out",

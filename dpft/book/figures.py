@@ -40,8 +40,8 @@ COLOURS = {
     "LoRA": "#56B4E9", "Adapter": "#000000", "NormOnly": "#999933",
     "LargestWeights": "#666666", "RandomPartitions": "#AAAAAA",
     "EntrySelection": "#AA4499", "Then": "#44AA99", "Chain": "#332288",
-    "Trainable": "#117733", "Compacter": "#DDCC77"}
-MARKERS = dict(zip(COLOURS, "os^DvP*Xdp<>hH81", strict=True))
+    "Trainable": "#117733", "Compacter": "#DDCC77", "ZerothOrder": "#6699CC"}
+MARKERS = dict(zip(COLOURS, "os^DvP*Xdp<>hH812", strict=True))
 # for layers, kinds and others that are not methods
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000",
           "#999933")

@@ -19,11 +19,11 @@ from ..method import Context, Method, check_method
 from ..norms import Block, members
 from ..oracle import trainable
 from ..privacy import Request
+from ..zeroth_order import ZerothOrder
 from .mask import MASK_CHOICES, check_mask, relevance_mask
 from .propagation import attention_configs
 from .relevance import (
     Initialisation, check_started, clipped_relevance, relevance_map)
-from ..zeroth_order import ZerothOrder
 
 # %% ../../nbs/source/rapft_perturbation.ipynb #perturbation-allocate
 def optimal_noise(

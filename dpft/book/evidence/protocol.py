@@ -605,7 +605,8 @@ def lowered(
     if not any(works):
         return "not testable here", f"no attack works without privacy in {silent} cells"
     verdict, said = judged([gap for gap, its in zip(gaps, works, strict=True) if its])
-    return verdict, said + f"; in {silent} cells no attack works without it" * bool(silent)
+    return verdict, said + (
+        f"; in {silent} cells no attack works without it" if silent else "")
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-untuned
 def untuned(records: list[Settings], methods: list[str], metric: str = "accuracy",
