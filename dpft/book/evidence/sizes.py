@@ -186,7 +186,8 @@ def size_tuning_grid() -> Iterator[Settings]:
 def size_grid() -> Iterator[Settings]:
     "Three seeds of each set at each budget, at its best rate."
     best = best_rates("sizes-tuning", lambda run: run["label"])
-    for seed, epsilon, label in product(range(3), BUDGETS, best):
+    runs = product(range(3), BUDGETS, best)
+    for seed, epsilon, label in sorted(runs, key=lambda run: run[2] in LONGER):
         yield size_settings(label, best[label], epsilon, seed)
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-choosers
