@@ -349,7 +349,7 @@ def test_a_row_that_a_collate_fn_makes_several_of_is_not_counted():
 
     with pytest.raises(ValueError, match="one row has several answers"):
         tuned(collate_fn=twice, evaluate=NoisyAccuracy(OTHER, noise_multiplier=2.0))
-    with pytest.raises(ValueError, match=r"collate_fn made \d+ rows of \d+, and each is bounded by itself"):
+    with pytest.raises(ValueError, match=r"collate_fn=twice made \d+ rows of \d+, and each is bounded by itself"):
         tuned(collate_fn=twice)
     model = nn.Linear(4, 2)
     assert noisy_accuracy(model, OTHER, 1e-9, Keystream(0), 0, collate=mixed) == pytest.approx(
