@@ -204,7 +204,8 @@ CALLS = [
     (dict(loss_fn="mse"), "loss_fn='mse' is a text; give"), (dict(columns="text,label"), "columns='text,label' is a text; give"),
     *((({name: "no"}), f"{name}='no': give True or False") for name in
       ("dropout", "secure_mode", "show_loss", "progress", "overwrite")),
-    (dict(optimizer=None), "optimizer=None: choose one of adamw, adam, sgd, adambc, or pass a class"), (dict(optimizer=5), "optimizer=5: choose"),
+    (dict(optimizer=None), "optimizer=None: choose one of adamw, adam, sgd, adambc, or pass a class"),
+    (dict(optimizer=5), "optimizer=5: choose"),
     (dict(optimizer=lambda p: torch.optim.SGD(p, lr=0.1)), "unexpected keyword argument 'lr'"),
     (dict(schedule=torch.optim.lr_scheduler.StepLR), "missing 1 required positional argument: 'step_size'"),
     (dict(show_loss=1), "show_loss=1: give True or False"), (dict(progress=None), "progress=None: give True or False"),
