@@ -251,7 +251,12 @@ class Masked(Method):
     def keep(self, context: Context, values: Tensor,
              parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         "Let the entries of the largest values train."
-        self._masks = largest(values, self.ratio, parameters)
+        return self.keep_masks(context, largest(values, self.ratio, parameters))
+
+    def keep_masks(self, context: Context,
+                   masks: dict[nn.Parameter, Tensor]) -> list[nn.Parameter]:
+        "Let the entries within these masks train."
+        self._masks = masks
         names = {id(p): name for name, p in context.model.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self._masks]
         return list(self._masks)

@@ -539,7 +539,7 @@ def parts_of_a_step() -> list[tuple[str, Any, str]]:
             ("forward and backward pass with hooks", Hooks, "run"),
             ("norms", Gradients, "clipped_sum"), ("sums", Part, "add_sums"),
             ("noise", Engine, "release"),
-             ("gradients written", step, "write_gradients"),
+            ("gradients written", step, "write_gradients"),
             ("optimizer", torch.optim.AdamW, "step")]
 
 @contextmanager

@@ -107,11 +107,9 @@ def control_run(settings: Settings) -> Settings:
               for p in piece.parameters}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in inside | head)
-    entries = sum(p.numel() for p in trainable(model).values())
     own = {name: value for name, value in settings.items()
            if name not in ("ratio", "choice")}
-    return {**measured_run(own, prepare=lambda _: (model, task)), "chosen": names,
-            "entries": entries}
+    return {**size_run(own, lambda _: (model, task)), "chosen": names}
 
 def control_settings(data: str, choice: str, rate: float, seed: int) -> Settings:
     "The settings of one run."
@@ -160,13 +158,16 @@ SETS: dict[str, tuple[str, Settings, float]] = {  # method, options, middle rate
 LONGER = {"zeroth order": 600}  # steps: each is two forward passes
 BUDGETS = (2.0, 0.5, 8.0)
 
-def size_run(settings: Settings) -> Settings:
+def size_run(
+    settings: Settings,
+    prepare: Callable[[Settings], tuple[nn.Module, Task]] = named,
+) -> Settings:
     "A run, with the number of entries that it trained."
     def count(run: Any, method: Method) -> Settings:
         masks = {id(p): mask for p, mask in getattr(method, "masks", {}).items()}
         return {"entries": sum(int(masks[id(p)].sum()) if id(p) in masks else p.numel()
                                for p in trainable(run.model).values())}
-    return measured_run(settings, count, prepare=named)
+    return measured_run(settings, count, prepare=prepare)
 
 def size_settings(label: str, rate: float, epsilon: float, seed: int) -> Settings:
     "The settings of one run."
@@ -192,25 +193,22 @@ def size_grid() -> Iterator[Settings]:
         yield size_settings(label, best[label], epsilon, seed)
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-choosers
-class Rows:
+class Rows(Masked):
     "Chooses a share of each weight matrix's rows, and all vectors, by summed values."
 
     def keep(self, context: Context, values: Tensor,
              parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         "Let the rows of the largest sums train."
-        own: Any = self
-        names = {id(p): name for name, p in context.model.named_parameters()}
-        own._masks = {}
+        masks = {}
         for p, part in zip(parameters, values.split([p.numel() for p in parameters]),
                            strict=True):
             rows = part.clamp(min=0).view(len(p), -1).sum(1)
             mask = torch.ones_like(p, dtype=torch.bool)
             if p.ndim > 1 and len(p) > 1:
                 mask[:] = False
-                mask[rows.topk(max(1, admitted(own.ratio, len(p)))).indices] = True
-            own._masks[p] = mask
-        own._names = [names[id(p)] for p in parameters]
-        return list(parameters)
+                mask[rows.topk(max(1, admitted(self.ratio, len(p)))).indices] = True
+            masks[p] = mask
+        return self.keep_masks(context, masks)
 
 class RowSelection(Rows, EntrySelection):
     "Rows by their noisy summed gradients: SPARTA's score, released once."
