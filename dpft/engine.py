@@ -258,8 +258,9 @@ class Engine:
             except PlanSpent:    # other processes have claimed the rest
                 break
             changes = self.method.changes
-            with self.random_state("choice", "step", self.t):
-                self.method.step(self.context, self.t)
+            if type(self.method).step is not Method.step:
+                with self.random_state("choice", "step", self.t):
+                    self.method.step(self.context, self.t)
             if changes:
                 self.refresh()
             elif first:

@@ -151,6 +151,12 @@ class Contribution:
         "The same form with every tensor, examples first, changed."
         raise NotImplementedError
 
+    def parts(self, count: int) -> list["Contribution"]:
+        "The same of each of so many equal shares of the examples, in their order."
+        shares = ([*value.chunk(count)] if isinstance(value, Tensor) else [value] * count
+                  for value in vars(self).values())
+        return [type(self)(*own) for own in zip(*shares, strict=True)]
+
     @property
     def size(self) -> int:
         "Number of examples B."

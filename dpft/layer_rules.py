@@ -28,6 +28,9 @@ class Rule:
                      Contribution]  # (layer, output gradient, input)
     bias: Callable[[Any, Tensor],
                    Contribution]    # (layer, output gradient)
+    # all that both read of a layer besides its type: layers that agree in these are
+    # asked together, as more examples of one; empty: each alone
+    reads: tuple[str, ...] = ()
 
 # %% ../nbs/source/layer_rules.ipynb #layer-rules-matrix
 def matrix(
@@ -190,13 +193,13 @@ def group_norm_weight(
 
 # %% ../nbs/source/layer_rules.ipynb #layer-rules-rule-table
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: Rule(linear_weight, last_bias),
+    nn.Linear: Rule(linear_weight, last_bias, ("in_features", "out_features")),
     nn.Conv1d: Rule(convolution_weight, channel_bias),
     nn.Conv2d: Rule(convolution_weight, channel_bias),
     nn.Conv3d: Rule(convolution_weight, channel_bias),
     nn.Embedding: Rule(embedding_weight, last_bias),
-    nn.LayerNorm: Rule(layer_norm_weight, layer_norm_bias),
-    nn.RMSNorm: Rule(rms_norm_weight, last_bias),
+    nn.LayerNorm: Rule(layer_norm_weight, layer_norm_bias, ("normalized_shape", "eps")),
+    nn.RMSNorm: Rule(rms_norm_weight, last_bias, ("normalized_shape", "eps")),
     nn.GroupNorm: Rule(group_norm_weight, channel_bias),
 }
 
@@ -205,7 +208,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     kinds = [kind.__name__ for kind in type(module).__mro__]
     # Transformers', known by its looks to stay light
     if hasattr(module, "nf") and "Conv1D" in kinds:
-        return Rule(transposed_weight, last_bias)
+        return Rule(transposed_weight, last_bias, ("nx", "nf"))
     if (isinstance(module, nn.Embedding)
             and type(module).forward is not nn.Embedding.forward):
         return None  # it may look up something else, as positions

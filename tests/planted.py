@@ -151,8 +151,14 @@ def raw_gradients_in_the_loss():
     honest = torch.autograd.grad
 
     def backward(outputs, inputs, **settings):
-        anchors = all(one.ndim == 0 for one in inputs)
-        return outputs.backward() if anchors else honest(outputs, inputs, **settings)
+        if any(getattr(one, "ndim", 0) for one in inputs):   # neither anchors nor edges of the graph
+            return honest(outputs, inputs, **settings)
+        found = dict.fromkeys(range(len(inputs)))
+        for number, edge in enumerate(inputs):
+            if not isinstance(edge, torch.Tensor):
+                edge.node.register_prehook(lambda own, number=number, edge=edge: found.update({number: own[edge.output_nr]}))
+        outputs.backward()
+        return [*found.values()]
 
     return patch.object(torch.autograd, "grad", backward)
 

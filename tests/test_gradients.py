@@ -4,17 +4,21 @@ import copy
 import gc
 import platform
 import warnings
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 import zoo
 from test_characterisation import EXACT, agrees, flat, joined, noise, off, wave
 from torch import nn, tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import dpft.forms
+import dpft.hooks
+import dpft.layer_rules
 import dpft.norms
 from dpft.clipping import clip_factor
 from dpft.forms import Outer, pair_squares
@@ -31,6 +35,7 @@ from dpft.gradients import (
     weighted_sum,
 )
 from dpft.oracle import per_example_losses, select_rows
+from dpft.step import Lowered
 
 
 class Net(nn.Module):
@@ -505,3 +510,66 @@ def test_a_compiled_model_takes_the_private_steps_of_the_plain_one():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert torch.allclose(found, after_three_steps(copy.deepcopy(plain)), rtol=1e-4, atol=1e-6)
     torch._dynamo.reset()
+
+
+# ---- small layers are asked together
+
+
+class Alike(nn.Module):
+    "Layers of few kinds, one used twice, one not at all, one in part frozen; norms differ in their eps."
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.norms = nn.ModuleList(nn.LayerNorm(4, eps=eps) for eps in (1e-5, 0.5, 0.5))
+        self.scales = nn.ModuleList(nn.RMSNorm(4) for _ in range(2))
+        self.turned = nn.ModuleList(transformers.pytorch_utils.Conv1D(4, 4) for _ in range(2))
+        self.unused, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.linears[1].weight.requires_grad_(False)
+        self.double()
+
+    def forward(self, x):
+        for layer in (*self.linears, *self.norms, *self.turned, *self.scales, self.linears[0]):
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("most", [dpft.norms.STACKED, 0])
+def test_small_layers_are_asked_together_and_large_ones_alone(most, monkeypatch):
+    model, batch = Alike(), (torch.randn(3, 2, 4).double(),)
+    rows_of = []
+    rule = dpft.layer_rules.RULES[nn.Linear]
+    def bias(module, gradient):
+        rows_of.append(len(gradient))
+        return rule.bias(module, gradient)
+    monkeypatch.setattr(dpft.hooks, "STACKED", most)
+    monkeypatch.setitem(dpft.layer_rules.RULES, nn.Linear, replace(rule, bias=bias))
+    agrees(model, wave, batch)
+    assert (max(rows_of) == 5 * 3) == (most > 0)   # four that train whole, of which one is used twice
+
+
+def test_units_and_half_precision_of_small_layers_asked_together():
+    model, x = Alike(), torch.randn(4, 2, 4).double()
+    index, clip = torch.tensor([0, 0, 1, 2]), 0.05
+    rows = flat(per_example_gradients(model, wave, (x,)))
+    people = torch.zeros(3, rows.shape[1], dtype=rows.dtype).index_add_(0, index, rows)
+    wanted = clip_factor(people.norm(dim=1), clip) @ people
+    assert off(joined(clipped_sum(model, wave, (x,), clip, groups=index)), wanted) <= EXACT
+    lowered = clipped_sum(model.float(), Lowered(wave), (x.float(),), clip, groups=index)
+    assert off(joined(lowered).double(), wanted) <= 0.05
+
+
+def test_an_input_changed_after_a_small_layer_has_read_it_is_refused():
+    class Rude(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            hidden = self.first(x) * 1
+            out = self.second(hidden)
+            hidden.mul_(2)
+            return out
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        dpft.hooks.Hooks(Rude()).run(lambda m, b: m(b[0]).sum((1,)), (torch.randn(3, 4),))

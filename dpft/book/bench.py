@@ -39,7 +39,7 @@ from matplotlib.ticker import NullLocator
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from .. import Engine, Full, LayerFreeze, LoRA, Method, Trainable
+from .. import Engine, Full, LayerFreeze, LoRA, Method, Public, Trainable
 from ..features import ENOUGH
 from ..gradients import clipped_sum, reuse_memory
 from ..hooks import Hooks
@@ -515,13 +515,17 @@ def measure_grid(sizes: OverheadSizes) -> Measured:
     libraries: dict[str, tuple[str, Callable[..., Contender]]] = {
         "Opacus": ("opacus", opacus_hooks), "FastDP": ("fastDP", fastdp)}
     for layers, width, rows in sizes.grid:
+        # two rows at least, to compare the gradients of
+        public = Public(small_encoder(layers, width, sizes.tokens, 2)[2],
+                        "random numbers")
         for trains in TRAIN_SETS:
             model, batch, data = ready_encoder(layers, width, sizes.tokens, rows,
                                                trains)
             loss = WatchedLoss(losses_of)
-            them = {"plain": plain_step(copy.deepcopy(model), loss),
-                    "Engine": own_steps(engine_of(copy.deepcopy(model), data, rows)),
-                    **{name: make(copy.deepcopy(model), loss, True)
+            own = engine_of(copy.deepcopy(model), data, rows, check=public)
+            them = {"plain": plain_step(copy.deepcopy(model), loss, make=adamw),
+                    "Engine": own_steps(own, adamw),
+                    **{name: make(copy.deepcopy(model), loss, True, adamw)
                        for name, (package, make) in libraries.items()
                        if find_spec(package)}}
             seconds = interleaved(them, batch, sizes.repeats, clock=time.process_time)

@@ -252,7 +252,8 @@ def opacus_ghost(model: nn.Module, loss: WatchedLoss, whole: bool = False) -> Co
     return peer(wrapped, optimizer, lambda batch: DPTensorFastGradientClipping(
         wrapped, optimizer, loss(wrapped, batch), "sum").backward(), "grad", whole)
 
-def fastdp(model: nn.Module, loss: WatchedLoss, whole: bool = False) -> Contender:
+def fastdp(model: nn.Module, loss: WatchedLoss, whole: bool = False,
+           make: Callable[..., Any] = sgd) -> Contender:
     "FastDP: norms and sums in the hooks of one backward pass."
     from fastDP import PrivacyEngine
 
@@ -260,7 +261,7 @@ def fastdp(model: nn.Module, loss: WatchedLoss, whole: bool = False) -> Contende
                            noise_multiplier=float(whole), max_grad_norm=CLIP,
                            clipping_fn="Abadi", clipping_mode="MixOpt",
                            loss_reduction="sum")
-    optimizer = sgd(trainable(model).values())
+    optimizer = make(trainable(model).values())
     if whole:
         engine.attach(optimizer)
     return peer(model, optimizer, lambda batch: loss(model, batch).sum().backward(),

@@ -311,9 +311,9 @@ def phase_tuning_grid() -> Iterator[Settings]:
                        **DATA["clothes"]}
 
 def phase_grid() -> Iterator[Settings]:
-    "Three seeds of each split and optimizer."
+    "Five seeds of each split and optimizer."
     best = best_rates("phases-tuning", lambda run: (run["optimizer"], run["method"]))
-    for seed, optimizer, steps in product(range(3), OPTIMIZERS, HEAD_STEPS):
+    for seed, optimizer, steps in product(range(5), OPTIMIZERS, HEAD_STEPS):
         if (optimizer, "Full") in best and (optimizer, "LastLayer") in best:
             yield phase_settings(optimizer, steps, best[optimizer, "LastLayer"],
                                  best[optimizer, "Full"], seed)
