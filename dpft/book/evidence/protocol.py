@@ -9,10 +9,10 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Scores', 'Found', 'FROST', 'PAID', 
            'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'NEEDS', 'QUESTIONS',
            'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'MATTERS', 'ATTACKED', 'Way', 'Study',
            'options_at', 'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere',
-           'tuning_grid', 'study_grid', 'believed', 'design', 'first_everything', 'around', 'study_of_size', 'at_size',
-           'measure_of', 'holm', 'p_value', 'judged', 'each_of', 'counted', 'timed', 'indifferent', 'choice_control',
-           'overlaps', 'growing', 'lowered', 'untuned', 'scored_by', 'no_better', 'study_verdict', 'size_gaps',
-           'size_steps', 'off_the_rate', 'rate_differences']
+           'tuning_grid', 'study_grid', 'believed', 'design', 'first_everything', 'around', 'of_share', 'study_of_size',
+           'at_size', 'measure_of', 'holm', 'p_value', 'judged', 'each_of', 'counted', 'timed', 'indifferent',
+           'choice_control', 'overlaps', 'growing', 'lowered', 'untuned', 'scored_by', 'no_better', 'study_verdict',
+           'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -329,6 +329,11 @@ def around(base: str, variant: str) -> Way:
     return Way("RapFT", run["options"], RATES[base], 150.0,
                {} if base == "BiTFiT" else {"warmup_steps": 1 / 6}, more=more)
 
+def of_share(share: float) -> Way:
+    "Rap-FT around LoRA at true ε, with so much of it called irrelevant."
+    run = rap_entry(SMALL_LANGUAGE, "LoRA", 3.0, "paper's noise", irrelevance=share)
+    return Way("RapFT", run["options"], RATES["LoRA"], 150.0, {"warmup_steps": 1 / 6})
+
 SMALL_WAYS = {
     **{name: Way(name, BASES.get(name, {}), RATES[name], 150.0)
        for name in ("LoRA", "Adapter", "BiTFiT", "Full")},
@@ -386,7 +391,10 @@ STUDIES = {
         elsewhere=("LoRA", "LoRA, Rap-FT as published", "LoRA, Rap-FT at true ε"),
         refined=True, refined_elsewhere=True),
     "language-least": at_size("least", 300.0),
-    "language-mini": at_size("mini", 25.0)}
+    "language-mini": at_size("mini", 25.0),
+    "rap-share": Study(
+        SMALL_LANGUAGE, {f"{share:g}": of_share(share) for share in (0.6, 0.95)}, 500,
+        (3.0,), headline=20, fixed=15, refined=True)}
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-alike
 RATE_FACTORS = (1 / 3, 3**-0.5, 3**0.5, 3)  # of the rate that tuning found
@@ -411,7 +419,8 @@ QUESTIONS = {
     "language-open": "How well does the same model write without privacy?",
     "language-small": "Is Rap-FT better than the method it wraps, with both tuned?",
     "language-least": "How far is BiTFiT behind full fine-tuning on a smaller model?",
-    "language-mini": "How far is BiTFiT behind full fine-tuning on a larger model?"}
+    "language-mini": "How far is BiTFiT behind full fine-tuning on a larger model?",
+    "rap-share": "Are 60 % of irrelevant entries better than 95 %, with both tuned?"}
 FURTHER = {  # of which study; all were run
     "images-small-alike": ("images-small", "Is Rap-FT's gain on images-small due to "
                            "the mask, the blocks or the tuning?"),
