@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Record', 'TRAINS', 'Shape', 'UNITS', 'Mark', 'WHOLE_MARKS', 'EIGHTHS_MARK', 'PEAK_MARK', 'HUES', 'SHAPES', 'WORDS',
-           'TRAINED', 'AXES', 'OVERHEAD_QUICK', 'adamw', 'Measured', 'TRAIN_SETS', 'PLAIN_RUN', 'STEPS_RUN',
-           'PRIVATE_RUN', 'OVERHEAD_MARKS', 'measure', 'measure_numbers', 'run_bench', 'measure_apart', 'plan',
-           'shape_of', 'shape_name', 'whole_rows', 'judged_peers', 'marks_table', 'bench_report', 'cost_figure', 'bars',
+           'TRAINED', 'AXES', 'OVERHEAD_QUICK', 'adamw', 'Measured', 'PLAIN_RUN', 'STEPS_RUN', 'PRIVATE_RUN',
+           'OVERHEAD_MARKS', 'measure', 'measure_numbers', 'run_bench', 'measure_apart', 'plan', 'shape_of',
+           'shape_name', 'whole_rows', 'judged_peers', 'marks_table', 'bench_report', 'cost_figure', 'bars',
            'ratio_ticks', 'plain_of', 'model_figure', 'write_bench', 'OverheadSizes', 'small_encoder', 'losses_of',
            'engine_of', 'over', 'measure_encoder', 'ready_encoder', 'measure_grid', 'parts_of_a_step', 'parted',
            'measure_parts', 'own_calls', 'measure_network', 'measure_fresh', 'measure_frozen', 'measure_overhead',
@@ -39,7 +39,7 @@ from matplotlib.ticker import NullLocator
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from .. import Engine, Full, LayerFreeze, LoRA, Method, Public, Trainable
+from .. import Engine, Full, LayerFreeze, Method, Public, Trainable
 from ..features import ENOUGH
 from ..gradients import clipped_sum, reuse_memory
 from ..hooks import Hooks
@@ -163,7 +163,7 @@ def measure_apart(
         torch.cuda.empty_cache()
 
 # %% ../../nbs/source/book_bench.ipynb #cost-settings
-TRAINS = ("biases", "full")
+TRAINS = ("biases", "full", "lora")
 Shape = tuple[str, int, int, int, int]  # model, width, layers, size, rows
 
 def plan(
@@ -172,13 +172,13 @@ def plan(
 ) -> list[Setting]:
     "The settings of one part of the benchmark."
     def both(part: str, shapes: Iterable[Shape], who: tuple[str, ...], rounds: int,
-             trains: tuple[str, ...] = TRAINS, **more: Any) -> list[Setting]:
+             trains: tuple[str, ...] = TRAINS[:2], **more: Any) -> list[Setting]:
         return [Setting(part, *shape, which, who, rounds, **more)
                 for shape in shapes for which in trains]
     if part == "peers":
         who = ("plain-step", "dpft", "opacus-step", "opacus-ghost-step", "fastdp-step",
                "dpft-step")
-        full, tanh = TRAINS[1:], "tanh convolutions"
+        full, tanh = ("full",), "tanh convolutions"
         shapes: list[tuple[Shape, tuple[str, ...], int]] = [
             (("encoder", 384, 4, 128, 8), TRAINS, 9),
             (("encoder", 768, 2, 128, 8), TRAINS, 6),
@@ -187,7 +187,7 @@ def plan(
             (("gpt2", 384, 2, 64, 8), TRAINS, 6), ((tanh, 16, 2, 28, 2048), full, 9)]
         small: list[tuple[Shape, tuple[str, ...], int]] = [
             (("encoder", 32, 1, 16, 4), TRAINS, 2), (("gpt2", 32, 1, 16, 4), TRAINS, 2),
-            ((tanh, 16, 2, 28, 16), TRAINS, 2)]
+            ((tanh, 16, 2, 28, 16), TRAINS[:2], 2)]
         steps = [setting for shape, which, rounds in (small if quick else shapes)
                  for setting in both("peers", [shape], who, rounds, which)]
         large: Shape = (("encoder", 32, 1, 16, 16) if quick else
@@ -302,7 +302,7 @@ def cost_figure(found: Iterable[Record]) -> Figure:
     entries = [e for e in found if not e["cannot"]]
     sizes = {part: sorted({e["size"] for e in entries if e["part"] == part})
              for part in AXES}
-    across = [(part, which) for part, known in sizes.items() for which in TRAINS
+    across = [(part, which) for part, known in sizes.items() for which in TRAINED
               if len(known) >= min(3, max(map(len, sizes.values())))]
     figure, grid = plt.subplots(2, len(across), squeeze=False, sharex="col",
                                 figsize=(3.7 * len(across), 4.6), layout="constrained")
@@ -372,7 +372,7 @@ def model_figure(found: Iterable[Record], who: str = "dpft") -> Figure:
     axis.set_xscale("log")
     axis.axhline(1, color="black", linewidth=1)
     colours = dict(zip(TRAINED.values(), ("#009E73", "#0072B2"), strict=True))
-    for which, marker in zip(TRAINS, "Do", strict=True):
+    for which, marker in zip(TRAINED, "Do", strict=True):
         own, colour = [
             e for e in known
             if e.get("time_ratio") and (e["who"], e["trains"]) == (who, which)
@@ -496,17 +496,10 @@ def measure_encoder(sizes: OverheadSizes, trains: str) -> Measured:
     yield shape, "making the Engine / plain", over(made, "making", "plain"), ""
 
 # %% ../../nbs/source/book_bench.ipynb #overhead-grid
-TRAIN_SETS = ("full", "biases", "lora")
-
 def ready_encoder(layers: int, width: int, tokens: int, rows: int, trains: str,
                   ) -> tuple[nn.Module, dict[str, torch.Tensor], Any]:
     "A small encoder with what trains, its batch, and the same as rows."
     model, batch, data = small_encoder(layers, width, tokens, rows)
-    if trains == "lora":
-        engine = engine_of(model, data, rows, LoRA())
-        assert engine.hooks is not None
-        engine.hooks.remove()
-        return engine.model, batch, data
     train_only(model, trains)
     return model, batch, data
 
@@ -518,7 +511,7 @@ def measure_grid(sizes: OverheadSizes) -> Measured:
         # two rows at least, to compare the gradients of
         public = Public(small_encoder(layers, width, sizes.tokens, 2)[2],
                         "random numbers")
-        for trains in TRAIN_SETS:
+        for trains in TRAINS:
             model, batch, data = ready_encoder(layers, width, sizes.tokens, rows,
                                                trains)
             loss = WatchedLoss(losses_of)
@@ -731,7 +724,7 @@ def measure_overhead(
             torch.manual_seed(0)
             found = [*measure_encoder(sizes, "full"), *measure_encoder(sizes, "biases"),
                      *measure_grid(sizes),
-                     *(row for its in TRAIN_SETS for row in measure_parts(sizes, its)),
+                     *(row for its in TRAINS for row in measure_parts(sizes, its)),
                      *measure_network(sizes), *measure_fresh(sizes),
                      *measure_frozen(sizes)]
         return {"experiment": "cost", "part": "overhead", "sizes": asdict(sizes),

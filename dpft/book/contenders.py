@@ -35,12 +35,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..baselines import Trainable
+from ..baselines import LoRA, Trainable
 from ..bitfit import biases
 from ..engine import Engine
 from ..forms import by_example, full
 from ..gradients import clipped_sum, reuse_memory
 from ..losses import example_losses
+from ..method import Context
 from ..oracle import Batch, LossFunction, batch_rows, per_example_gradients
 from ..oracle import select_rows, trainable
 from .experiments import device_name, versions
@@ -108,7 +109,10 @@ MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
 
 # %% ../../nbs/source/book_contenders.ipynb #cost-setting-train-only
 def train_only(model: nn.Module, which: str) -> None:
-    "Let all parameters train, or the biases alone."
+    "Let all parameters train, the biases alone, or LoRA's matrices and the head."
+    if which == "lora":
+        LoRA().start(Context(model, None, batch_size=1, steps=1, size=1))
+        return
     model.requires_grad_(which == "full")
     for parameter in biases(model).values():
         parameter.requires_grad_(True)
