@@ -344,9 +344,14 @@ def gradients(
     return found
 
 def _in_new_forms(found: Gradients, ways: Ways) -> list[nn.Parameter]:
-    "Parameters whose gradients come in a form that was not compared."
+    """Parameters whose gradients come in a form that was not compared; of one example,
+    what is looked up for it and what is looked up for all are the same."""
+    single = len(found.losses) == 1
+    def compared(name: str) -> set[Form]:
+        return {(rows or int(single), axes) for rows, axes in ways.forms[name]}
     return [found.parameters[name] for name, forms in found.forms.items()
-            if not forms <= ways.forms[name] and found.square_norms(name).any()]
+            if not forms <= ways.forms[name] | compared(name)
+            and found.square_norms(name).any()]
 
 def _compare_again(model: nn.Module, loss_fn: LossFunction, batch: Batch,
                    found: Gradients, new: list[nn.Parameter],

@@ -17,6 +17,7 @@ from torch import nn, tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import dpft.forms
+import dpft.gradients
 import dpft.hooks
 import dpft.layer_rules
 import dpft.norms
@@ -573,3 +574,14 @@ def test_an_input_changed_after_a_small_layer_has_read_it_is_refused():
 
     with pytest.raises(RuntimeError, match="changed in place"):
         dpft.hooks.Hooks(Rude()).run(lambda m, b: m(b[0]).sum((1,)), (torch.randn(3, 4),))
+
+
+def test_a_batch_of_one_takes_the_fast_way_of_those_before(monkeypatch):
+    "A table of positions is looked up once for the whole batch; with one row that looks like a look-up for each."
+    model, loss_fn, batch = zoo.build("gpt2", rows=3)
+    zoo.freeze(model, "full")
+    gradients(model, loss_fn, batch)
+    one = select_rows(batch, tensor([1]))
+    rows = flat(per_example_gradients(model, loss_fn, one))
+    monkeypatch.setattr(dpft.gradients, "per_example_gradients", None)
+    assert off(joined(clipped_sum(model, loss_fn, one, 0.1)), clip_factor(rows.norm(dim=1), 0.1) @ rows) <= EXACT

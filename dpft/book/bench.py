@@ -248,7 +248,7 @@ def whole_rows(found: Iterable[Record]) -> list[dict[str, Record]]:
 
 Mark = tuple[str, float, float, bool]  # what, its value, its bound, whether it is met
 
-# what trains, or width where everything does -> bound on the time of a whole step
+# "biases", for LoRA too, or the width where everything trains -> bound on the time of a whole step
 WHOLE_MARKS = {"biases": 1.03, 384: 1.35, 768: 1.25, 16: 1.30}
 EIGHTHS_MARK, PEAK_MARK = 1.15, 1.2
 
@@ -257,8 +257,7 @@ def judged_peers(found: Iterable[Record]) -> list[Mark]:
     results = []
     for row in whole_rows(found):
         entry = row.get("dpft-step", {"cannot": "absent"})
-        which = (entry["trains"] if entry.get("trains") == "biases"
-                 else entry.get("width"))
+        which = entry.get("width") if entry.get("trains") == "full" else "biases"
         if not entry["cannot"] and which in WHOLE_MARKS:
             bound = EIGHTHS_MARK if entry["part"] == "eighths" else WHOLE_MARKS[which]
             results += [
