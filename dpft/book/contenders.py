@@ -111,7 +111,7 @@ MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
 def train_only(model: nn.Module, which: str) -> None:
     "Let all parameters train, the biases alone, or LoRA's matrices and the head."
     if which == "lora":
-        LoRA().start(Context(model, None, batch_size=1, steps=1, size=1))
+        LoRA().start(Context(model, example_losses, batch_size=1, steps=1, size=1))
         return
     model.requires_grad_(which == "full")
     for parameter in biases(model).values():
