@@ -153,7 +153,7 @@ class Contribution:
 
     def parts(self, count: int) -> list["Contribution"]:
         "The same of each of so many equal shares of the examples, in their order."
-        shares = ([*value.chunk(count)] if isinstance(value, Tensor) else [value] * count
+        shares = (value.chunk(count) if isinstance(value, Tensor) else [value] * count
                   for value in vars(self).values())
         return [type(self)(*own) for own in zip(*shares, strict=True)]
 

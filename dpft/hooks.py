@@ -185,8 +185,8 @@ def hear_layer(
             and inputs.shape[0] == rows and not needs_tap(into, output)):
         kept = None if weight is None else inputs.detach()
         into.waiting.append(Waiting(
-            get_gradient_edge(output), rule, weight, bias, module, kept, inputs._version,
-            (like, weight is None, bias is None, shape, inputs.shape, inputs.dtype,
+            get_gradient_edge(output), rule, weight, bias, module, kept,
+            inputs._version, (like, weight is None, bias is None, shape, inputs.shape, inputs.dtype,
              output.device)))
         return output
     form = shape[0] // rows, output.ndim

@@ -248,7 +248,8 @@ def whole_rows(found: Iterable[Record]) -> list[dict[str, Record]]:
 
 Mark = tuple[str, float, float, bool]  # what, its value, its bound, whether it is met
 
-# "biases", for LoRA too, or the width where everything trains -> bound on the time of a whole step
+# "biases", for LoRA too, or the width where everything trains -> bound on the time
+# of a whole step
 WHOLE_MARKS = {"biases": 1.03, 384: 1.35, 768: 1.25, 16: 1.30}
 EIGHTHS_MARK, PEAK_MARK = 1.15, 1.2
 
