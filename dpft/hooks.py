@@ -186,8 +186,8 @@ def hear_layer(
         kept = None if weight is None else inputs.detach()
         into.waiting.append(Waiting(
             get_gradient_edge(output), rule, weight, bias, module, kept,
-            inputs._version, (like, weight is None, bias is None, shape, inputs.shape, inputs.dtype,
-             output.device)))
+            inputs._version, (like, weight is None, bias is None, shape,
+                              inputs.shape, inputs.dtype, output.device)))
         return output
     form = shape[0] // rows, output.ndim
     if shape[0] == 1 < rows:  # looked up once for the whole batch
