@@ -4,6 +4,7 @@ import inspect
 from dataclasses import replace
 from math import log
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from dpft.book.evidence.protocol import (
     Study,
     Way,
     counted,
+    deviation_ratio,
     entry,
     growing,
     holm,
@@ -30,6 +32,7 @@ from dpft.book.evidence.protocol import (
     rate_differences,
     size_gaps,
     size_steps,
+    steadier,
     study_grid,
     study_of_size,
     study_verdict,
@@ -176,6 +179,10 @@ def records(cells):
     ([BEHIND], {"lacks": "never tuned"}, "undecided"), ([BEHIND], {"untestable": "too small a model"}, "not testable here"),
     # a margin of equality
     ([[-0.004, -0.005, -0.006, -0.004, -0.005]], {"margin": -0.01}, "held"), ([BEHIND], {"margin": -0.01}, "did not hold"),
+    # a gain that is worth something: surely smaller is refuted, surely above zero held, and both at once held
+    ([OPEN], {"worth": 0.05}, "did not hold"), ([OPEN], {"worth": 0.01}, "undecided"), ([BEHIND], {"worth": 0.01}, "did not hold"),
+    ([AHEAD], {"worth": 0.01}, "held"), ([AHEAD], {"worth": 0.05}, "held"), ([AHEAD, OPEN], {"worth": 0.05}, "did not hold"),
+    ([OPEN[:4]], {"worth": 0.05}, "undecided"), ([[]], {"worth": 0.05}, "undecided"),
     # in the mean: each independent run once
     ([AHEAD, OPEN], {"runs": AHEAD}, "held in the mean"), ([AHEAD, BEHIND], {"runs": AHEAD}, "held in the mean"),
     ([AHEAD] * 2, {"runs": AHEAD}, "held"), ([AHEAD, OPEN], {"runs": BEHIND}, "did not hold"),
@@ -224,6 +231,23 @@ def test_a_lead_that_grows_is_a_lead():
     assert growing([OPEN], [AHEAD])[0] == "held" and growing([OPEN], [OPEN])[0] == "undecided"
     assert growing([BEHIND, AHEAD], [AHEAD, AHEAD]) == ("did not hold", "no lead to grow: 1 of 2 ahead, 1 behind")
     assert growing([BEHIND], [AHEAD], lacks="never tuned")[0] == "undecided"
+
+
+def test_a_deviation_is_smaller_by_the_test_of_pitman_and_morgan():
+    """Made-up scores that share most of their noise: the interval covers the true ratio nineteen times in twenty, and decides both ways."""
+    draw, covered, decided = np.random.default_rng(7), 0, []
+    for _ in range(400):
+        shared, first, second = draw.normal(size=(3, 40))
+        one, other = [*(0.5 * (0.8 * shared + 0.6 * first))], [*(0.8 * shared + 0.6 * second)]
+        ratio, low, high = deviation_ratio(one, other)
+        assert low < ratio < high and ratio == pytest.approx(np.std(one) / np.std(other))
+        assert deviation_ratio(other, one) == pytest.approx((1 / ratio, 1 / high, 1 / low))
+        covered += low <= 0.5 <= high
+        decided.append((steadier(one, other)[0], steadier(other, one)[0]))
+    assert 360 <= covered <= 395 and decided.count(("held", "did not hold")) > 390
+    assert steadier(one[:19], other[:19]) == ("undecided", "19 of 20 pairs")
+    close = [0.95 * value + 0.1 * float(draw.normal()) for value in other]
+    assert steadier(close, other)[0] != "held" and steadier([*reversed(close)], other)[0] == "undecided"
 
 
 def test_an_attack_is_lowered_where_it_works():

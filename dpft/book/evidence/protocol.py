@@ -7,12 +7,12 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Scores', 'Found', 'FROST', 'PAID', 
            'LORA', 'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS',
            'SHORT_WAYS', 'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE',
            'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'NEEDS', 'QUESTIONS',
-           'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'MATTERS', 'ATTACKED', 'Way', 'Study',
-           'options_at', 'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere',
+           'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'MATTERS', 'ATTACKED', 'STEADY', 'Way',
+           'Study', 'options_at', 'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere',
            'tuning_grid', 'study_grid', 'believed', 'design', 'first_everything', 'around', 'of_share', 'study_of_size',
            'at_size', 'measure_of', 'holm', 'p_value', 'judged', 'each_of', 'counted', 'timed', 'indifferent',
-           'choice_control', 'overlaps', 'growing', 'lowered', 'untuned', 'scored_by', 'no_better', 'study_verdict',
-           'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
+           'choice_control', 'overlaps', 'deviation_ratio', 'steadier', 'growing', 'lowered', 'untuned', 'scored_by',
+           'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import log
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from ...rapft.mask import AS_PUBLISHED
@@ -477,6 +477,7 @@ def judged(
     margin: float = 0.0,   # beyond which a difference is as claimed
     lacks: str = "",       # of tuning or measurement; empty: nothing
     untestable: str = "",  # why nothing here can show it; empty: it can
+    worth: float | None = None,  # gain that is claimed at least; None: any
     # for a claim about the mean: the mean over cells of each independent run
     runs: Sequence[float] = (),
     units: str = "seeds",  # what a difference stands for, of which it takes five
@@ -484,24 +485,27 @@ def judged(
     "The verdict on a claim by paired differences; @sec-protocol-verdicts."
     every = [[*its] for its in cells]
     known = [its for its in every if its]
-    decided = refuted([p_value(its, margin) for its in known])
-    sides = [mean(its) > margin if sure else None
-             for its, sure in zip(known, decided, strict=True)]
-    right, wrong = sides.count(True), sides.count(False)
-    said = (f"{right} of {len(known)} {'no worse' if margin < 0 else 'ahead'}, "
-            f"{wrong} behind" if known else "nothing was run")
+    least_gain = margin if worth is None else worth
+    above, below = ([sure and (mean(its) - bound) * sign > 0 for its, sure in zip(
+        known, refuted([p_value(its, bound) for its in known]), strict=True)]
+        for bound, sign in ((margin, 1), (least_gain, -1)))
+    lost = [low and not high for high, low in zip(above, below, strict=True)]
+    right, wrong = sum(above), sum(lost)
+    said = (f"{right} of {len(known)} {'no worse' if margin < 0 else 'ahead'}, {wrong} "
+            + ("behind" if worth is None else f"below {100 * worth:+g} points")
+            if known else "nothing was run")
     if untestable:
         return "not testable here", f"{untestable}; {said}"
     least = min(map(len, known), default=0)
     missing = ([f"{len(every) - len(known)} not run"] * (0 < len(known) < len(every))
                + [f"{least} of {SEEDS} {units}"] * (0 < least < SEEDS)
                + [lacks] * bool(lacks))
-    against = any(side is False and len(its) >= SEEDS
-                  for its, side in zip(known, sides, strict=True))
+    against = any(side and len(its) >= SEEDS
+                  for its, side in zip(known, lost, strict=True))
     found = each_of(right, against, len(every), said, missing, bool(lacks))
     if not runs or found[0] == "held":
         return found
-    whole = judged([runs], margin, lacks, units="runs")[0]
+    whole = judged([runs], margin, lacks, worth=worth, units="runs")[0]
     return ("held in the mean" if whole == "held" else whole), "; ".join([
         f"{mean(runs):+.4f} in the mean of {len(runs)} runs (p = "
         f"{p_value([*runs], margin):.2g})", said, *missing])
@@ -555,6 +559,7 @@ def timed(
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-controls
 MATTERS, ATTACKED = 0.02, 0.6  # gain of a choice; area under an attack's curve
+STEADY = 0.9                   # deviation that is no smaller one
 
 def indifferent(
     gains: list[float],  # of the choice without noise over a random one, by seed
@@ -588,6 +593,34 @@ def overlaps(
         return sum(sizes[name] for name in names)
     return [held(one & other) / held(one | other)
             for one, other in zip(sets[::2], sets[1::2])]
+
+def deviation_ratio(
+    first: Sequence[float],
+    second: Sequence[float],  # runs of the same seeds
+) -> tuple[float, float, float]:  # and its 95 % interval
+    """The standard deviation of the first over that of the second.
+
+    Pitman and Morgan: two normal variables have equal variances if and only if their
+    sum and difference are uncorrelated, whatever they share (E. J. G. Pitman, 1939)."""
+    from scipy.stats import pearsonr, t
+    free = len(first) - 2
+    shared = pearsonr(first, second).statistic**2
+    wide = 1 + 2 * (1 - shared) * t.ppf(0.975, free)**2 / free
+    ratio = stdev(first) / stdev(second)
+    low, high = (wide + sign * (wide**2 - 1)**0.5 for sign in (-1, 1))
+    return ratio, ratio * low**0.5, ratio * high**0.5
+
+def steadier(
+    first: Sequence[float],   # scores that are claimed to deviate less
+    second: Sequence[float],  # of the same seeds
+) -> Verdict:
+    "The verdict on a smaller deviation over runs; a tenth less counts as none."
+    if len(first) < 4 * SEEDS:
+        return "undecided", f"{len(first)} of {4 * SEEDS} pairs"
+    ratio, low, high = deviation_ratio(first, second)
+    return ("held" if high < 1 else "did not hold" if low > STEADY else "undecided",
+            f"deviation {ratio:.2f} times as large ({low:.2f} to {high:.2f}) in "
+            f"{len(first)} pairs")
 
 def growing(
     leads: Sequence[Sequence[float]],     # over each rival at the smaller budget
