@@ -151,7 +151,8 @@ ENTRIES = f"{RandomEntries.__module__}:RandomEntries"
 SETS: dict[str, tuple[str, Settings, float]] = {  # method, options, middle rate
     "head": ("LastLayer", {}, 0.1),
     "biases": ("BiTFiT", {}, 3e-2),
-    "LoRA 4": ("LoRA", {"rank": 4}, 3e-2),
+    "norms": ("NormOnly", {}, 3e-2),
+    **{f"LoRA {rank}": ("LoRA", {"rank": rank}, 3e-2) for rank in (1, 4, 16)},
     "1 % of entries": (ENTRIES, {"ratio": 0.01}, 3e-2),
     "25 % of entries": (ENTRIES, {"ratio": 0.25}, 1e-2),
     "everything": ("Full", {}, 1e-2),
