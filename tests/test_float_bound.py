@@ -4,6 +4,7 @@ import warnings
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from test_training import engine
@@ -11,9 +12,9 @@ from torch import nn
 
 import dpft.norms
 from dpft.clipping import clip_factor
-from dpft.forms import Dense, Outer, Rows
+from dpft.forms import Dense, Outer, Rows, short_factors
 from dpft.gradients import clipped_sum, gradients
-from dpft.norms import Gradients
+from dpft.norms import Gradients, gamma, plain_arithmetic
 
 SLACK = 1e-6
 
@@ -226,6 +227,62 @@ def test_factors_in_float32_are_never_rounded():
     with rounding_processor():
         assert largest_release(torch.float32) <= 1 + SLACK
         assert largest_release(torch.float32) > 1 - 1e-4      # nor does it pay the margin
+
+
+# What a GPU's tensor cores multiply in TF32 ---------------------------------------------------------------------------------------
+
+
+def cut(numbers, largest):
+    "What is left down to 23 binary digits below the first one of the largest."
+    last = np.exp2(np.frexp(largest)[1] - 24.0)
+    return np.where(largest > 0, np.trunc(numbers / last) * last, 0.0)
+
+
+def tensor_core(left, right, block=8):
+    "Products of matrices in blocks of `block` terms, cut when they are aligned with the running sum, and again when it is stored."
+    left, right = (x.double().numpy() for x in (left, right))
+    total = np.zeros((*left.shape[:-1], right.shape[-1]))
+    for start in range(0, left.shape[-1], block):
+        them = left[..., start:start + block, None] * right[..., None, start:start + block, :]     # (..., p, k, d)
+        them = np.concatenate([them, total[..., None, :]], -2)
+        total = cut(them, np.abs(them).max(-2, keepdims=True)).sum(-2)
+        total = cut(total, np.abs(total))
+    return torch.from_numpy(total).float()
+
+
+@pytest.mark.parametrize("block", [2, 4, 8, 16])
+@pytest.mark.parametrize("kind", ["normal", "of one sign", "of all sizes", "that cancel"])
+def test_what_a_tensor_core_cuts_off_is_within_four_roundings_an_operation(kind, block):
+    draw, count = torch.Generator().manual_seed(block), 384
+    left, right = torch.randn(2, 3, count, generator=draw)
+    if kind == "of one sign":
+        left, right = left.abs() + 1, right.abs() + 1
+    if kind == "of all sizes":
+        left = left * torch.exp2(torch.randint(-30, 30, left.shape, generator=draw))
+    if kind == "that cancel":
+        left[:, 1::2], right[:, 1::2] = left[:, ::2], -right[:, ::2]
+    left, right = left.bfloat16().float(), right.bfloat16().float().mT
+    exact, size = left.double() @ right.double(), left.double().abs() @ right.double().abs()
+    lost = ((tensor_core(left, right, block).double() - exact).abs() / size).max().item()
+    assert lost <= gamma(dpft.forms.CUT * count, torch.float32)
+
+
+def test_bfloat16_factors_on_a_gpu_are_multiplied_in_tf32_and_count_four_times():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def made(device, dtype):
+        with FakeTensorMode():
+            return Outer(*(torch.empty(2, 1, 3, size, dtype=dtype, device=device) for size in (40, 50)), torch.Size([40, 50]))
+    on_cpu, on_gpu = made("cpu", torch.bfloat16), made("cuda", torch.bfloat16)
+    assert on_gpu.short and on_gpu.depth() == 4 * on_cpu.depth() and on_gpu.terms() == 4 * on_cpu.terms()
+    assert not made("cuda", torch.float32).short and made("cuda", torch.float32).depth() == on_cpu.depth()
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    with plain_arithmetic("cpu"):
+        with short_factors(True):
+            assert [each.fp32_precision for each in backends] == ["tf32", "bf16"]
+        with short_factors(False):
+            assert [each.fp32_precision for each in backends] == ["ieee", "ieee"]
+        assert [each.fp32_precision for each in backends] == ["ieee", "ieee"]
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1.01), (torch.bfloat16, 1.06)])
