@@ -210,14 +210,24 @@ def test_the_questions_for_a_gpu_at_tiny_shapes(setting):
 
 
 def test_the_gpu_questions_have_the_shapes_of_the_marks():
-    large, *bases = bench.plan("gpu")                                      # the largest first
+    large, lora, *bases = bench.plan("gpu")                                # the largest first
+    assert lora == replace(large, trains="lora")
     assert all((base.width, base.layers, base.size) == (768, 12, 256) for base in bases)
     assert [base.precision for base in bases] == ["bf16", "bf16", None, None]
-    assert sum(setting.limit for setting in (large, *bases)) <= 500
+    assert sum(setting.limit for setting in (large, lora, *bases)) <= 480
     with torch.device("meta"):
         parameters = sum(p.numel() for p in contenders.MODELS[large.model](large.width, large.layers, large.size).parameters())
         assert 6.5e9 < parameters < 7.5e9
         assert sum(p.numel() for p in contenders.encoder(768, 12, 512).parameters()) == pytest.approx(125e6, rel=0.01)
+        half = bench.plan("llama")[0]
+        assert sum(p.numel() for p in contenders.llama(half.width, half.layers, half.size).parameters()) == pytest.approx(5e8, rel=0.01)
+
+
+def test_a_private_step_of_a_llama_needs_little_more_than_a_plain_one(run, tmp_path):
+    status, said, err = run("bench", "--llama", "--quick", "--output", tmp_path)
+    entries = [json.loads(line) for line in (tmp_path / "costs-llama.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert status == 0 and {(entry["trains"], entry["who"], entry["cannot"]) for entry in entries} == {
+        (which, who, "") for which in ("biases", "lora") for who in ("plain-step", "dpft-step")}, (said, err)
 
 
 def test_a_part_that_fails_or_is_slow_takes_nothing_from_those_after_it(run, tmp_path, monkeypatch):
@@ -227,7 +237,7 @@ def test_a_part_that_fails_or_is_slow_takes_nothing_from_those_after_it(run, tmp
     status, said, err = run("bench", "--gpu", "--quick", "--output", tmp_path)
     late, failed, *others = [json.loads(line) for line in (tmp_path / "costs-gpu.jsonl").read_text(encoding="utf-8").splitlines()]
     assert status == 0 and "not done after 0.05 s" in late["cannot"] and "no such model" in failed["cannot"] and "KeyError" in said, err
-    assert [(entry["who"], entry["cannot"]) for entry in others] == [("plain", ""), ("dpft", "")]
+    assert [(entry["who"], entry["cannot"]) for entry in others] == [("plain", ""), ("dpft", "")], others
     seconds = contenders.interleaved({"a": contenders.Contender(nn.Identity(), lambda batch: {})}, (), repeats=9, most=0.0)
     assert len(seconds["a"]) == 3                                          # as few as give a median
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,49 @@ def test_several_processes_have_one_thread_each_and_a_group_stays_in_one():
     records = recorded(results_file("e"))
     assert sorted(entry["seed"] for entry in records) == [*range(6)] and {entry["threads"] for entry in records} == {1}
     assert len({entry["process"] for entry in records if entry["seed"] % 2}) == 1 and os.getpid() not in {e["process"] for e in records}
+
+
+SLOW = """
+import os, sys, time
+from pathlib import Path
+from dpft.book.experiments import Experiment, make_runs
+
+def slow(settings):
+    Path(os.environ["DPFT_RESULTS"], f"{os.getpid()}.pid").touch()
+    time.sleep(100)
+
+if __name__ == "__main__":
+    runs = [{"data": "digits", "method": "m", "seed": seed} for seed in range(9)]
+    make_runs({"e": Experiment("?", lambda: runs, slow, "nothing")}, workers=2)
+"""
+
+
+def lives(pid):
+    "Whether a process is there, and no zombie."
+    status = Path(f"/proc/{pid}/status")
+    try:
+        return "State:\tZ" not in status.read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked up under /proc")
+def test_workers_end_with_a_command_that_is_killed(tmp_path):
+    (tmp_path / "slow_runs.py").write_text(SLOW, encoding="utf-8")
+    command = subprocess.Popen([sys.executable, str(tmp_path / "slow_runs.py")])
+    def eventually(holds):
+        for _ in range(600):
+            if holds():
+                return True
+            time.sleep(0.1)
+        return False
+    try:
+        assert eventually(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    finally:
+        command.kill()
+        command.wait()
+    workers = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert eventually(lambda: not any(map(lives, workers)))
 
 
 def test_the_first_run_that_fails_ends_it():

@@ -167,7 +167,7 @@ TRAINS = ("biases", "full", "lora")
 Shape = tuple[str, int, int, int, int]  # model, width, layers, size, rows
 
 def plan(
-    part: str = "",      # peers or gpu; empty: the main one
+    part: str = "",      # peers, gpu or llama; empty: the main one
     quick: bool = False, # the same questions of models that are done in seconds
 ) -> list[Setting]:
     "The settings of one part of the benchmark."
@@ -201,12 +201,16 @@ def plan(
         giant: Shape = ("llama", *(tiny if quick else (4096, 32, 1024, 4)))
         own, rounds = ("plain", "dpft"), 2 if quick else 15
         peers = ("plain", "opacus", "opacus-ghost", "dpft")
-        # five of them in less than ten minutes
-        limit: dict[str, Any] = {} if quick else {"limit": 100.0}
-        return [*both("gpu", [giant], own, rounds, ("biases",),
+        # six of them in eight minutes
+        limit: dict[str, Any] = {} if quick else {"limit": 80.0}
+        return [*both("gpu", [giant], own, rounds, ("biases", "lora"),
                       precision="bf16 weights", **limit),
                 *both("gpu", [base], own, rounds, precision="bf16", **limit),
                 *both("gpu", [base], peers, rounds, **limit)]
+    if part == "llama":  # half a billion parameters
+        half: Shape = ("llama", *((32, 2, 16, 4) if quick else (1536, 14, 64, 2)))
+        return both("llama", [half], ("plain-step", "dpft-step"), 2 if quick else 5,
+                    ("biases", "lora"))
     names, rows_, rounds = tuple(CONTENDERS), 2 if quick else 4, 5 if quick else 7
     widths_ = (32, 64) if quick else (64, 128, 256)
     wide = 64 if quick else 384

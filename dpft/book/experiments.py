@@ -17,11 +17,12 @@ import copy
 import hashlib
 import json
 import math
-
+import multiprocessing
 import os
 import platform
 import shutil
 import subprocess
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -225,9 +226,14 @@ def pending(
     return jobs, waiting
 
 def begin_worker(results: str) -> None:
-    "One thread, and records where this run's lie."
+    "One thread, records where this run's lie, and an end when its command is killed."
     torch.set_num_threads(1)
     os.environ["DPFT_RESULTS"] = results
+    def end_with_command() -> None:
+        if command := multiprocessing.parent_process():
+            command.join()
+            os._exit(1)
+    threading.Thread(target=end_with_command, daemon=True).start()
 
 def make_runs(
     known: Mapping[str, Experiment],

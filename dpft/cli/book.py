@@ -348,6 +348,9 @@ def bench(
     gpu: Annotated[bool, typer.Option(
         "--gpu", help="Only RoBERTa-base and a Llama of 7 billion parameters, on a GPU."
     )] = False,
+    llama: Annotated[bool, typer.Option(
+        "--llama", help="Only a Llama of half a billion parameters, which takes "
+                        "12 GiB of memory: biases and LoRA.")] = False,
     overhead: Annotated[bool, typer.Option(
         "--overhead", help="Only the fixed time of private steps, by processor time on "
                            "one thread: steps, first steps and making the Engine over "
@@ -365,7 +368,8 @@ def bench(
     if gpu and not quick and not torch.cuda.is_available():
         raise ValueError("there is no GPU here; --gpu --quick asks the same of "
                          "tiny models")
-    part = "overhead" if overhead else "gpu" if gpu else "peers" if peers else ""
+    asked = {"overhead": overhead, "gpu": gpu, "llama": llama, "peers": peers}
+    part = next((name for name, wanted in asked.items() if wanted), "")
     name = f"costs-{part}" if part else "costs"
     print(room.write_overhead(output, quick) if overhead else
           room.bench_report(room.write_bench(room.plan(part, quick), output, name)))
