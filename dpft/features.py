@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from .hooks import is_compiled
 from .losses import copied_from
 from .oracle import Batch, LossFunction, batch_rows, each_value, select_rows
 
@@ -373,8 +374,7 @@ class Features:
         self.clear()
         self.split, self.seen = None, self.state()
         if any(isinstance(m, (torch.jit.ScriptModule, nn.DataParallel))
-               or m._compiled_call_impl or hasattr(m, "_orig_mod")
-               for m in self.modules):
+               or is_compiled(m) for m in self.modules):
             return
         few = select_rows(batch, torch.arange(min(4, batch_rows(batch))))
         for split, skipped in splits(self.model, self.loss_fn, few, self.live):
