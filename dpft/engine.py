@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .account import Account
+from .capture import Captured
 from .card import Statement
 from .checkpoint import START, earlier_runs, facts, note_run, restore, sentence
 from .checkpoint import snapshot
@@ -85,6 +86,8 @@ class Engine:
         self.touched: set[int] = set()              # ids of all that have trained
         self.modes: Modes | None = None             # of the layers, once that is known
         self.hooks: Hooks | None = None             # on what trains now
+        self.captured: Captured | None = None       # their passes as graphs
+        self.listens: tuple[list[Any], Any] = [], None  # what they were set for
         self.uncharged: list[str] = []
         self.checked, self.not_checked = False, list[str]()
         self.told, self.stops = 0, False  # the signal that this process got; any
@@ -224,11 +227,27 @@ class Engine:
         self.modes = Modes(self.model, self.settings.dropout)
         if self.features is not None:
             self.features.refresh(self.trains.values())
-        if self.hooks is not None:
-            self.hooks.remove()
-        self.hooks = Hooks(self.model) if plan.private and not self.along else None
+        self._listen()
         if self.account.begun or self.account.state:
             self._note()
+
+    def _listen(self) -> None:
+        "Set hooks, unless they are those of the same choice."
+        choice = [*map(id, self.model.modules()), *map(id, self.trains.values())] + [
+            (*map(id, block.parameters), *map(id, block.masks or ()), block.clip)
+            for block in self.blocks]
+        if choice == self.listens[0]:
+            return
+        self.listens = choice, self.blocks   # which are kept, so that an id stays one
+        if self.hooks is not None:
+            self.hooks.remove()
+        self.hooks = (Hooks(self.model) if self.plan.private and not self.along
+                      else None)
+        self.captured = (
+            Captured(self.model, self.step_loss, self.hooks, self.blocks,
+                     self.plan.clipping, self.population.most)
+            if self.settings.capture and self.hooks and self.features is None
+            and not self.processes.divides else None)
 
     def _note(self) -> None:  # on the model, for later runs
         note_run(self.model, self._trained(), {

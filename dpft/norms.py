@@ -479,6 +479,14 @@ class Gradients:
                 self.one(name).add_sum(sums[name], own, silent)
             return sums
 
+    def _measure(self, blocks: Sequence[Block], last: bool,
+                 ) -> tuple[list[Part], list[Measured], Tensor]:
+        parts = [self.part(block) for block in blocks]
+        if last:
+            self.uses = {name: [] for name in self.uses}   # the parts hold them
+        found = [part.measure() for part in parts]
+        return parts, found, torch.stack([one.doubtful() for one in found])
+
     def clipped_sum(
         self,
         blocks: Sequence[Block],  # disjoint; what is in none of them gets a zero sum
@@ -489,11 +497,7 @@ class Gradients:
         """Sum of the gradients, each bounded in every block;
         0 for one not finite anywhere."""
         with plain_arithmetic(self.losses.device.type):
-            parts = [self.part(block) for block in blocks]
-            if last:
-                self.uses = {name: [] for name in self.uses}   # the parts hold them
-            found = [part.measure() for part in parts]
-            doubts = torch.stack([one.doubtful() for one in found])
+            parts, found, doubts = self._measure(blocks, last)
             clips = [block.clip for block in blocks]
             norms, factors = _factors(found, clips, style)
             again, silent = torch.stack(                      # the device is asked once
@@ -505,6 +509,22 @@ class Gradients:
             for part, own in zip(parts, factors.unbind(1), strict=True):
                 part.add_sums(into, own, again or silent, last)
             return {name: into[name] for name in self.parameters}, norms
+
+    def sums_unasked(
+        self, blocks: Sequence[Block], style: str,
+        counts: Tensor,   # (B,) whether a row counts
+    ) -> tuple["Sums", Tensor, Tensor]:
+        """The same in one go, with no question to the device: the sums, the norms, and
+        whether the sums are void, for a norm is in doubt or a factor zero."""
+        with plain_arithmetic(self.losses.device.type):
+            parts, found, doubts = self._measure(blocks, True)
+            norms, factors = _factors(found, [block.clip for block in blocks], style)
+            void = ((doubts | (factors.T == 0)) & counts).any()
+            sums = Sums(Layout(self.parameters))
+            for part, own in zip(parts, (factors * counts[:, None]).unbind(1),
+                                 strict=True):
+                part.add_sums(sums, own, False, True)
+            return sums, norms, void
 
 def _factors(found: Sequence[Measured], clips: Sequence[float],
              style: str) -> tuple[Tensor, Tensor]:
@@ -596,3 +616,13 @@ class Sums(dict[str, Tensor]):
         for name in self.layout.shapes:
             self[name]
         return {names[0]: self.packs[names[0]] for names in self.layout.packs.values()}
+
+    def add(self, packs: Sequence[Tensor], keep: bool) -> None:
+        "Add other sums' packs; the first are kept as they are, if they may be."
+        kinds = [kind for kind, *_ in self.layout.packs]
+        if keep and not self.packs and kinds == [pack.dtype for pack in packs]:
+            heads = (names[0] for names in self.layout.packs.values())
+            self.packs = dict(zip(heads, packs, strict=True))
+            self.update(self.layout.views(self.packs))
+        else:
+            torch._foreach_add_([*self.whole().values()], [*packs])

@@ -92,6 +92,9 @@ class Settings:
         "None: 64, more for a small model")
     precision: str | None = setting(None, "'bf16' autocast; None: the model's own")
     dropout: bool = setting(True, "False: evaluation mode throughout")
+    capture: bool = setting(
+        False, "replay the step of each shape of batch as one graph, without Python",
+        fixed=False)
     check: Any = setting(
         True, "check the first batch before a charge; False is named in the card; "
         "Public rows: check those",

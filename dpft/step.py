@@ -129,6 +129,10 @@ def add_bounded(step: Any, batch: Batch, groups: Groups | None,
     """Add a batch's gradients to a step's sums, each unit's bounded;
     one that is not finite contributes nothing."""
     engine = step.engine
+    if engine.captured and groups is None:
+        done = engine.captured.add(batch, step.room)
+        if done is not None:
+            return done
     found = gradients(engine.model, engine.step_loss, batch, groups, engine.hooks)
     sums, wide = step.room, engine.settings.secure_mode
     new, norms = found.clipped_sum(engine.blocks, engine.plan.clipping, last=True,

@@ -199,8 +199,8 @@ def plan(
         tiny = (32, 2, 16, 4)
         base: Shape = ("encoder", *(tiny if quick else (768, 12, 256, 64)))
         giant: Shape = ("llama", *(tiny if quick else (4096, 32, 1024, 4)))
-        own, rounds = ("plain", "dpft"), 2 if quick else 15
-        peers = ("plain", "opacus", "opacus-ghost", "dpft")
+        own, rounds = ("plain", "dpft", "captured"), 2 if quick else 15
+        peers = ("plain", "opacus", "opacus-ghost", "dpft", "captured")
         # six of them in eight minutes
         limit: dict[str, Any] = {} if quick else {"limit": 80.0}
         return [*both("gpu", [giant], own, rounds, ("biases", "lora"),
@@ -211,7 +211,8 @@ def plan(
         half: Shape = ("llama", *((32, 2, 16, 4) if quick else (1536, 14, 64, 2)))
         return both("llama", [half], ("plain-step", "dpft-step"), 2 if quick else 5,
                     ("biases", "lora"))
-    names, rows_, rounds = tuple(CONTENDERS), 2 if quick else 4, 5 if quick else 7
+    names = tuple(name for name in CONTENDERS if name != "captured")
+    rows_, rounds = 2 if quick else 4, 5 if quick else 7
     widths_ = (32, 64) if quick else (64, 128, 256)
     wide = 64 if quick else 384
     depths = (1, 2) if quick else (2, 4, 8)
@@ -519,9 +520,10 @@ def measure_grid(sizes: OverheadSizes) -> Measured:
             model, batch, data = ready_encoder(layers, width, sizes.tokens, rows,
                                                trains)
             loss = WatchedLoss(losses_of)
-            own = engine_of(copy.deepcopy(model), data, rows, check=public)
-            them = {"plain": plain_step(copy.deepcopy(model), loss, make=adamw),
-                    "Engine": own_steps(own, adamw),
+            own = {name: own_steps(engine_of(copy.deepcopy(model), data, rows,
+                                             check=public, capture=capture), adamw)
+                   for name, capture in (("Engine", False), ("captured", True))}
+            them = {"plain": plain_step(copy.deepcopy(model), loss, make=adamw), **own,
                     **{name: make(copy.deepcopy(model), loss, True, adamw)
                        for name, (package, make) in libraries.items()
                        if find_spec(package)}}
