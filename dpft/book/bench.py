@@ -74,6 +74,8 @@ def measure(
             try:
                 memory[name] = measure_memory(contender, loss, batch, device)
                 able[name] = contender
+            except TimeoutError:
+                raise
             except Exception as failure:  # the whole batch may be too large for it
                 reason = reason_of(failure)
         entries.append({

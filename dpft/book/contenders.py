@@ -404,6 +404,8 @@ def enter(
                 error = relative_error(found, wanted_sum(rows, clipped))
             if name not in WHOLE and not error < TOLERANCE[setting.precision]:
                 reason = f"its sum is wrong by {error:.1%}"
+        except TimeoutError:  # the setting's limit
+            raise
         except Exception as failure:  # whatever a peer stops with is its result
             reason = reason_of(failure)
         yield name, contender, error, reason
