@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .account import Account
-from .capture import Captured
+from .capture import Graphs
 from .card import Statement
 from .checkpoint import START, earlier_runs, facts, note_run, restore, sentence
 from .checkpoint import snapshot
@@ -86,7 +86,7 @@ class Engine:
         self.touched: set[int] = set()              # ids of all that have trained
         self.modes: Modes | None = None             # of the layers, once that is known
         self.hooks: Hooks | None = None             # on what trains now
-        self.captured: Captured | None = None       # their passes as graphs
+        self.graphs: Graphs | None = None       # their passes as graphs
         self.listens: tuple[list[Any], Any] = [], None  # what they were set for
         self.uncharged: list[str] = []
         self.checked, self.not_checked = False, list[str]()
@@ -243,8 +243,8 @@ class Engine:
             self.hooks.remove()
         self.hooks = (Hooks(self.model) if self.plan.private and not self.along
                       else None)
-        self.captured = (
-            Captured(self.model, self.step_loss, self.hooks, self.blocks,
+        self.graphs = (
+            Graphs(self.model, self.step_loss, self.hooks, self.blocks,
                      self.plan.clipping, self.population.most)
             if self.settings.capture and self.hooks and self.features is None
             and not self.processes.divides else None)

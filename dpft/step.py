@@ -129,8 +129,8 @@ def add_bounded(step: Any, batch: Batch, groups: Groups | None,
     """Add a batch's gradients to a step's sums, each unit's bounded;
     one that is not finite contributes nothing."""
     engine = step.engine
-    if engine.captured and groups is None:
-        done = engine.captured.add(batch, step.room)
+    if engine.graphs and groups is None:
+        done = engine.graphs.add(batch, step.room)
         if done is not None:
             return done
     found = gradients(engine.model, engine.step_loss, batch, groups, engine.hooks)

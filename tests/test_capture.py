@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpft
-from dpft.capture import Captured, filled, filled_size
+from dpft.capture import Graphs, fill, round_up
 from dpft.gradients import gradients
 from dpft.hooks import Hooks
 from dpft.norms import Block, Layout, Sums
@@ -21,14 +21,14 @@ from dpft.oracle import per_example_gradients
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_a_batch_is_filled_by_a_quarter_at_most_and_few_sizes_are_left(rows, most):
-    size = filled_size(rows, most)
+    size = round_up(rows, most)
     assert rows <= size <= max(rows, min(most, 5 * rows // 4 + 1))
-    assert len({filled_size(each, 10_000) for each in range(64, 128)}) == 4 + 1                    # and the next octave's first
+    assert len({round_up(each, 10_000) for each in range(64, 128)}) == 4 + 1                    # and the next octave's first
 
 
 def test_a_filled_batch_ends_with_copies_of_its_first_row():
     batch = {"x": torch.arange(6).view(3, 2), "kept": 7, "y": torch.tensor([3, 4, 5])}
-    found = filled(batch, 5)
+    found = fill(batch, 5)
     assert found["x"][:, 0].tolist() == [0, 2, 4, 0, 0] and found["y"].tolist() == [3, 4, 5, 3, 3] and found["kept"] == 7
 
 
@@ -36,7 +36,7 @@ def captured(model, loss_fn, batch, clip=0.3, style="flat", most=64):
     "What captures batches of a model, after one batch in the ordinary way."
     hooks = Hooks(model)
     gradients(model, loss_fn, batch, None, hooks)
-    return Captured(model, loss_fn, hooks, [Block([*hooks.parameters.values()], clip=clip)], style, most)
+    return Graphs(model, loss_fn, hooks, [Block([*hooks.parameters.values()], clip=clip)], style, most)
 
 
 def ordinary(its, batch):
@@ -89,7 +89,7 @@ def test_batches_of_other_sizes_share_a_graph_and_no_filling_row_is_counted():
     for count in (14, 13):
         few = rows_of(batch, count)
         assert_alike(replayed(its, few), ordinary(its, few))
-    assert len(its.graphs) == 2
+    assert len(its.known) == 2
 
 
 class Small(nn.Module):
@@ -171,7 +171,7 @@ def test_another_mode_is_another_graph():
 def test_gradients_one_example_at_a_time_are_never_captured():
     its = captured(Small(), small_loss, small_batch())
     its.hooks.ways.slow[its.model.first.weight] = per_example_gradients
-    assert [replayed(its, small_batch()) for _ in range(3)] == [None] * 3 and not its.graphs
+    assert [replayed(its, small_batch()) for _ in range(3)] == [None] * 3 and not its.known
 
 
 DATA = TensorDataset(*small_batch(64, seed=2))
@@ -186,7 +186,7 @@ def after(method, steps=6, model=None, **settings):
     graphs = []
     for step in engine:
         step.take(optimizer)
-        graphs.append(sum(graph is not None for graph in engine.captured.graphs.values()) if engine.captured else 0)
+        graphs.append(sum(graph is not None for graph in engine.graphs.known.values()) if engine.graphs else 0)
     return torch.cat([p.detach().flatten() for p in engine.model.parameters()]), engine, graphs
 
 
@@ -196,7 +196,7 @@ def after(method, steps=6, model=None, **settings):
 def test_a_run_by_graphs_is_the_run_without_them(settings):
     own, engine, graphs = after(dpft.Full(), steps=12, capture=True, **settings)
     usual, plain, _ = after(dpft.Full(), steps=12, **settings)
-    assert graphs[-1] > 0 and plain.captured is None
+    assert graphs[-1] > 0 and plain.graphs is None
     torch.testing.assert_close(own, usual, rtol=1e-4, atol=1e-5)
     assert engine.plan.epsilon() == plain.plan.epsilon()
 
@@ -214,4 +214,4 @@ def test_a_persons_rows_and_zeroth_order_steps_are_taken_as_usual():
                             steps=4, unit=[f"p{row // 2}" for row in range(64)], loss_fn=small_loss, capture=True, progress=False, seed=0)
     assert people.epsilon > 0
     _, engine, _ = after(dpft.ZerothOrder(), steps=3, capture=True)
-    assert engine.captured is None
+    assert engine.graphs is None

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MODELS', 'CLIP', 'RATE', 'Sums', 'Make', 'CONTENDERS', 'WHOLE', 'TOLERANCE', 'MIB', 'IN_PLACE', 'heads', 'encoder',
            'gpt2', 'llama', 'convolutions', 'tanh_convolutions', 'train_only', 'Setting', 'WatchedLoss', 'Contender',
-           'collected', 'sgd', 'plain', 'dpft', 'captured', 'peer', 'opacus_hooks', 'opacus_ghost', 'fastdp',
+           'collected', 'sgd', 'plain', 'dpft', 'by_graph', 'peer', 'opacus_hooks', 'opacus_ghost', 'fastdp',
            'plain_step', 'OneBatch', 'own_steps', 'dpft_step', 'library', 'wanted_sum', 'relative_error', 'reason_of',
            'enter', 'median_interval', 'interleaved', 'within', 'seconds_of', 'LiveBytes', 'CudaBytes', 'Memory',
            'weight_bytes', 'forget', 'measure_memory', 'provenance', 'processor', 'matrix_rate', 'operations']
@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from .. import norms
 from ..baselines import LoRA, Trainable
 from ..bitfit import biases
-from ..capture import Captured
+from ..capture import Graphs
 from ..engine import Engine
 from ..forms import by_example, full
 from ..gradients import clipped_sum, gradients, reuse_memory
@@ -209,11 +209,11 @@ def dpft(model: nn.Module, loss: WatchedLoss) -> Contender:
     "This package; @sec-book-keeping."
     return Contender(model, lambda batch: clipped_sum(model, loss, batch, CLIP))
 
-def captured(model: nn.Module, loss: WatchedLoss) -> Contender:
+def by_graph(model: nn.Module, loss: WatchedLoss) -> Contender:
     "The same as one graph of operators; [`dpft.capture`](capture.ipynb)."
     hooks = Hooks(model)
     blocks = [norms.Block([*hooks.parameters.values()], clip=CLIP)]
-    graphs = Captured(model, loss, hooks, blocks, "flat", most=1)
+    graphs = Graphs(model, loss, hooks, blocks, "flat", most=1)
     def step(batch: Batch) -> Sums:
         found = norms.Sums(norms.Layout(hooks.parameters))
         for _ in range(2):   # the second batch of a shape is captured
@@ -345,7 +345,7 @@ Make = Callable[[nn.Module, WatchedLoss], Contender]
 
 CONTENDERS: dict[str, Make] = {
     "plain": plain, "opacus": opacus_hooks, "opacus-ghost": opacus_ghost,
-    "fastdp": fastdp, "dpft": dpft, "captured": captured}
+    "fastdp": fastdp, "dpft": dpft, "captured": by_graph}
 WHOLE: dict[str, Make] = {
     "plain-step": plain_step, "opacus-step": partial(opacus_hooks, whole=True),
     "opacus-ghost-step": partial(opacus_ghost, whole=True),
