@@ -337,7 +337,8 @@ class Engine:
                 else None)
 
     def _first_public(self, data: Public) -> Any:
-        rows = torch.arange(min(len(data), self.plan.batch_size))
+        # two at least, to compare the gradients of
+        rows = torch.arange(min(len(data), max(2, self.plan.batch_size)))
         collate = self._collate(data)
         def alone(some: Sequence[int]) -> Batch:
             return self.draws.read(data, rows[list(some)], collate)

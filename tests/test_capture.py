@@ -215,3 +215,14 @@ def test_a_persons_rows_and_zeroth_order_steps_are_taken_as_usual():
     assert people.epsilon > 0
     _, engine, _ = after(dpft.ZerothOrder(), steps=3, capture=True)
     assert engine.graphs is None
+
+
+def test_public_rows_teach_a_run_of_single_rows_the_fast_way():
+    "A check of one public row compared no gradients, so each step took one example at a time, and nothing was captured."
+    torch.manual_seed(0)
+    rows = TensorDataset(*small_batch(1, seed=2))
+    engine = dpft.Engine(Small(), small_loss, dpft.Full(), rows, noise_multiplier=1.0, delta=1e-3, accountant="rdp", batch_size=1, steps=5,
+                         seed=1, check=dpft.Public(TensorDataset(*small_batch(2)), "random numbers"), capture=True)
+    for step in engine:
+        step.take(torch.optim.SGD(engine.parameters(), 0.5))
+    assert engine.hooks.ways.sure and not engine.hooks.ways.slow and any(engine.graphs.known.values())
