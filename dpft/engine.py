@@ -101,6 +101,9 @@ class Engine:
         self.features = self._features()     # of what is frozen
         # as a step calls it: through the features, and for all views of a picture
         self.step_loss: LossFunction = self.features or self.loss_fn
+        if given.capture and self.features is not None:
+            warnings.warn("capture=True does nothing while features of frozen layers "
+                          "are stored; choose cache=0 to capture", stacklevel=3)
         if given.augment is not None and given.augment.copies > 1:
             self.step_loss = Share(self.step_loss, given.augment.copies)
         self.step_loss = self.processes.in_step(self.step_loss)
@@ -233,9 +236,12 @@ class Engine:
 
     def _listen(self) -> None:
         "Set hooks, unless they are those of the same choice."
-        choice = [*map(id, self.model.modules()), *map(id, self.trains.values())] + [
+        choice: list[Any] = [
+            (id(module), *((name, id(p)) for name, p in module._parameters.items()))
+            for module in self.model.modules()]
+        choice += [(*map(id, self.trains.values()),), *(
             (*map(id, block.parameters), *map(id, block.masks or ()), block.clip)
-            for block in self.blocks]
+            for block in self.blocks)]
         if choice == self.listens[0]:
             return
         self.listens = choice, self.blocks   # which are kept, so that an id stays one

@@ -510,16 +510,16 @@ class Gradients:
                 part.add_sums(into, own, again or silent, last)
             return {name: into[name] for name in self.parameters}, norms
 
-    def sums_unasked(
+    def sums_unless_void(
         self, blocks: Sequence[Block], style: str,
         counts: Tensor,   # (B,) whether a row counts
     ) -> tuple["Sums", Tensor, Tensor]:
         """The same in one go, with no question to the device: the sums, the norms, and
-        whether the sums are void, for a norm is in doubt or a factor zero."""
+        whether the sums are void, for a norm is in doubt or a factor is zero."""
         with plain_arithmetic(self.losses.device.type):
             parts, found, doubts = self._measure(blocks, True)
             norms, factors = _factors(found, [block.clip for block in blocks], style)
-            void = ((doubts | (factors.T == 0)) & counts).any()
+            void = (doubts & counts).any() | (factors == 0).any()
             sums = Sums(Layout(self.parameters))
             for part, own in zip(parts, (factors * counts[:, None]).unbind(1),
                                  strict=True):
@@ -531,8 +531,7 @@ def _factors(found: Sequence[Measured], clips: Sequence[float],
     "(B, K) norms, and factors that are 0 for an example that is not finite anywhere."
     norms = torch.stack([one.norms() for one in found], 1)
     finite = norms.isfinite().all(1, keepdim=True)
-    bounds = torch.tensor(clips, dtype=norms.dtype)
-    return norms, clip_factor(norms, bounds, style) * finite
+    return norms, clip_factor(norms, clips, style) * finite
 
 def _measure_doubtful(parts: Sequence[Part], found: Sequence[Measured],
                       doubts: Tensor) -> None:

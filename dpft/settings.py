@@ -93,7 +93,8 @@ class Settings:
     precision: str | None = setting(None, "'bf16' autocast; None: the model's own")
     dropout: bool = setting(True, "False: evaluation mode throughout")
     capture: bool = setting(
-        False, "replay the step of each shape of batch as one graph, without Python",
+        False, "replay the step of each shape of batch as one graph, without Python: "
+        "what the model or the loss decides in Python stays as it was",
         fixed=False)
     check: Any = setting(
         True, "check the first batch before a charge; False is named in the card; "

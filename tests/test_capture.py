@@ -3,17 +3,19 @@
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import dpft
 from dpft.capture import Graphs, fill, round_up
-from dpft.gradients import gradients
+from dpft.gradients import clipped_sum, gradients
 from dpft.hooks import Hooks
 from dpft.norms import Block, Layout, Sums
 from dpft.oracle import per_example_gradients
@@ -135,10 +137,24 @@ def test_a_norm_in_doubt_is_left_to_the_ordinary_way():
     assert replayed(its, (inputs, weights)) is None
 
 
-def test_a_number_that_python_read_from_the_batch_is_noticed():
-    def also(hidden):
-        return hidden * torch.tensor(hidden.detach().numpy().sum(1, keepdims=True))
-    its = captured(Small(also), small_loss, small_batch())
+def only_positive(hidden):
+    rows = (hidden[:, 0] > 0).nonzero()[:, 0]
+    return hidden.index_add(0, rows, hidden[rows]) if len(rows) else hidden
+
+
+READING = {
+    "numpy": lambda hidden: hidden * torch.tensor(hidden.detach().numpy().sum(1, keepdims=True)),
+    "array": lambda hidden: hidden * float(np.asarray(hidden).max()),
+    "tolist": lambda hidden: hidden * len(set(hidden.detach().sign().sum(1).tolist())),
+    "bool": lambda hidden: hidden if hidden.abs().max() < 5 else hidden / 2,
+    "nonzero": only_positive,
+    "mask": lambda hidden: hidden.masked_select(hidden < 9).view_as(hidden)}
+
+
+@pytest.mark.parametrize("kind", READING)
+def test_a_model_whose_python_reads_numbers_is_taken_as_usual(kind):
+    also = READING[kind]
+    its = captured(Small(lambda hidden: also(hidden.detach()) * 0 + also(hidden.detach()) + hidden), small_loss, small_batch())
     replayed(its, small_batch())
     with pytest.warns(UserWarning, match="could not be captured"):
         assert replayed(its, small_batch()) is None
@@ -147,11 +163,109 @@ def test_a_number_that_python_read_from_the_batch_is_noticed():
         assert replayed(its, small_batch(seed=1)) is None                     # it is said once
 
 
-def test_a_model_that_asks_for_a_number_is_taken_as_usual():
-    its = captured(Small(lambda hidden: hidden if hidden.abs().max() < 5 else hidden / 2), small_loss, small_batch())
+def test_a_replay_that_fails_is_taken_as_usual(monkeypatch):
+    its = captured(Small(), small_loss, small_batch())
+    for _ in range(2):
+        replayed(its, small_batch())
+    def fails(*_):
+        raise RuntimeError("shape mismatch\nand more")
+    its.known = dict.fromkeys(its.known, fails)
+    sums = Sums(Layout(its.hooks.parameters))
+    with pytest.warns(UserWarning, match="shape mismatch$"):
+        assert its.add(small_batch(), sums) is None and not sums.packs
+    assert replayed(its, small_batch()) is None
+
+
+class ByPlace(nn.Module):
+    "Divides each row by a number of its place, as a dropout of its own would."
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(14, 1))
+
+    def forward(self, hidden):
+        return hidden / self.table[:len(hidden)]
+
+
+def test_a_filling_row_that_is_not_finite_reaches_no_sum():
+    "A copy of the first row may be dropped to nothing where the first row isn't, and 0 times NaN is NaN."
+    its = captured(Small(ByPlace()), small_loss, small_batch(14))
+    assert [replayed(its, small_batch(14)) is None for _ in range(2)] == [True, False]
+    assert_alike(replayed(its, small_batch(13)), ordinary(its, small_batch(13)))
+    its.model.also.table[13] = 0.0
+    assert replayed(its, small_batch(13)) is None
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        nn.init.zeros_(self.head.weight)
+
+    def block(self, x):
+        return torch.tanh(self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)))
+
+    def forward(self, x):
+        return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+
+def test_dropout_that_is_recomputed_is_not_captured_even_below_a_head_of_zeros():
+    its = captured(Checkpointed(), small_loss, small_batch(16))
+    replayed(its, small_batch(16))
+    with pytest.warns(UserWarning, match="other sums"):
+        assert replayed(its, small_batch(16)) is None
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, hidden):
+        return hidden * self.factor * self.table
+
+
+@pytest.mark.parametrize("change", [lambda layer: setattr(layer, "factor", 3.0), lambda layer: layer.table.mul_(3.0),
+                                    lambda layer: setattr(layer, "table", torch.full((8,), 3.0))], ids=["number", "in place", "buffer"])
+def test_what_a_module_holds_may_change(change):
+    its = captured(Small(Scaled()), small_loss, small_batch())
+    for _ in range(2):
+        before = replayed(its, small_batch())
+    change(its.model.also)
+    after = [found for _ in range(2) if (found := replayed(its, small_batch())) is not None]
+    assert after and (after[-1][1] != before[1]).all()
+    assert_alike(after[-1], ordinary(its, small_batch()))
+
+
+def test_a_batch_of_more_than_tensors_is_taken_as_usual():
+    inputs, labels = small_batch()
+    loss = lambda model, batch: small_loss(model, (batch["x"], batch["rest"][0]))  # noqa: E731
+    its = captured(Small(), loss, {"x": inputs, "rest": (labels,)})
+    assert [replayed(its, {"x": inputs, "rest": (labels,)}) for _ in range(3)] == [None] * 3 and not its.before
+
+
+def test_several_blocks_are_captured():
+    its = captured(Small(), small_loss, small_batch())
+    first, second = ([*layer.parameters()] for layer in (its.model.first, its.model.second))
+    its.blocks = [Block(first, clip=0.1), Block(second, clip=0.2)]
     replayed(its, small_batch())
-    with pytest.warns(UserWarning, match="could not be captured"):
-        assert replayed(its, small_batch()) is None
+    assert_alike(replayed(its, small_batch()), ordinary(its, small_batch()))
+
+
+def test_a_shape_that_is_always_in_doubt_is_given_up():
+    def loss(model, batch):
+        return (model(batch[0]) * batch[1]).sum((1, 2))
+    torch.manual_seed(0)
+    inputs, weights = torch.randn(3, 2, 300), torch.randn(3, 2, 200)
+    its = captured(nn.Linear(300, 200), loss, (inputs, weights))
+    for _ in range(2):
+        replayed(its, (inputs, weights))
+    inputs[1, 1], weights[1, 1] = inputs[1, 0], -weights[1, 0] * (1 + 1e-7)
+    assert [replayed(its, (inputs, weights)) for _ in range(2)] == [None, None] and any(its.known.values())
+    with pytest.warns(UserWarning, match="in doubt, or zero"):
+        replayed(its, (inputs, weights))
+    assert not any(its.known.values())
 
 
 def test_another_mode_is_another_graph():
@@ -199,6 +313,49 @@ def test_a_run_by_graphs_is_the_run_without_them(settings):
     assert graphs[-1] > 0 and plain.graphs is None
     torch.testing.assert_close(own, usual, rtol=1e-4, atol=1e-5)
     assert engine.plan.epsilon() == plain.plan.epsilon()
+
+
+class TieLater(dpft.Method):
+    "A frozen head becomes the table that trains, while no module and no choice changes."
+
+    def start(self, context):
+        context.train_only([context.model.table.weight])
+
+    def step(self, context, t):
+        if t == 2:
+            context.model.head.weight = context.model.table.weight
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+
+    def forward(self, words):
+        return self.head(torch.tanh(self.table(words)))
+
+
+def test_hooks_are_set_again_where_a_step_ties_parameters():
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]).transpose(1, 2), batch[0], reduction="none").sum(1)
+    torch.manual_seed(0)
+    words = TensorDataset(torch.randint(0, 9, (32, 5)))
+    engine = dpft.Engine(Tied(), loss, TieLater(), words, noise_multiplier=1e-6, delta=1e-3, accountant="rdp", batch_size=8, steps=4,
+                         seed=1)
+    for step in engine:
+        wanted = 0.0
+        for batch in step:
+            wanted = wanted + clipped_sum(engine.model, loss, batch, engine.plan.clip)["table.weight"]
+            step.add(batch)
+        step.privatize()
+        torch.testing.assert_close(engine.model.table.weight.grad, wanted / 8, rtol=1e-3, atol=1e-4)
+        step.done()
+
+
+def test_beside_a_cache_of_features_capture_says_that_it_does_nothing():
+    with pytest.warns(UserWarning, match="choose cache=0"):
+        dpft.Engine(Small(), small_loss, dpft.LastLayer(), DATA, noise_multiplier=1.0, delta=1e-3, accountant="rdp", batch_size=8, steps=2,
+                    cache=1.0, capture=True)
 
 
 def test_what_trains_may_change_on_the_way():
