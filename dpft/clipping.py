@@ -29,7 +29,8 @@ def clip_factor(
     """
     if isinstance(clip, Tensor):
         clip = clip.tolist()
-    if not all(bound > 0 for bound in ([clip] if isinstance(clip, float | int) else clip)):
+    bounds = [clip] if isinstance(clip, float | int) else clip
+    if not all(bound > 0 for bound in bounds):
         raise ValueError(f"clip={clip}: the bound on an example's gradient must be "
                          "positive")
     if style not in ("flat", "automatic"):

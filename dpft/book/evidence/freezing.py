@@ -387,9 +387,9 @@ TABLE = Experiment("Table 1: does freezing the lower half late in training help?
                    full=partial(five_seeds, True), group=same_trunk)
 EXPERIMENTS = {
     "lf-table1": TABLE,
-    "lf-deviation": replace(TABLE, grid=paired_grid, full=None, question="Table 1: does "
-                            "freezing make runs more alike?", needs="Fashion-MNIST; "
-                            "an hour and a half on one core"),
+    "lf-deviation": replace(TABLE, grid=paired_grid, full=None,
+                            question="Table 1: does freezing make runs more alike?",
+                            needs="Fashion-MNIST; an hour and a half on one core"),
     "lf-glorot": replace(TABLE, grid=partial(five_seeds, False, start="glorot"),
                          full=partial(five_seeds, True, start="glorot"),
                          question="Table 1: does it help from Glorot's weights?"),

@@ -7,7 +7,7 @@ __all__ = ['SMALL', 'DATA', 'CHOICES', 'CONTROL_RATES', 'ENTRIES', 'SETS', 'LONG
            'GAIN_SEEDS', 'OPTIMIZERS', 'HEAD_STEPS', 'EXPERIMENTS', 'clothes', 'named', 'exact', 'chosen',
            'known_choice', 'control_run', 'control_settings', 'control_tuning_grid', 'control_grid', 'RandomEntries',
            'size_run', 'size_settings', 'size_tuning_grid', 'size_grid', 'Rows', 'RowSelection', 'RandomRows',
-           'chooser_settings', 'chooser_run', 'chooser_tuning_grid', 'chooser_grid', 'labelled_texts',
+           'chooser_settings', 'chooser_run', 'chooser_tuning_grid', 'chooser_grid', 'gain_grid', 'labelled_texts',
            'text_choice_run', 'text_choice_grid', 'phase_settings', 'phase_tuning_grid', 'phase_grid']
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-imports
@@ -253,13 +253,15 @@ def chooser_tuning_grid() -> Iterator[Settings]:
         yield {**chooser_settings(label, rate, 100), **DATA["clothes"]}
 
 def chooser_grid() -> Iterator[Settings]:
-    """Five seeds of each chooser, fifteen others of what the claims compare, and
-    thirty more where those decided nothing."""
+    "Five seeds of each chooser, and fifteen others of what the claims compare."
     best = best_rates("choosers-tuning", lambda run: run["label"])
     for label, seed in product(CHOOSERS | CHANGED, range(20)):
         judged = label in CHANGED or CHOOSERS[label][0] == "DPFrost"
         if label in CHOOSERS if seed < 5 else judged:
             yield chooser_settings(label, best.get(label, 3e-2), seed)
+
+def gain_grid() -> Iterator[Settings]:
+    "Thirty more seeds, on one machine, where those decided nothing."
     for label, seed in product(GAINS, GAIN_SEEDS):
         yield chooser_settings(label, 3e-2, seed)
 
@@ -346,6 +348,9 @@ EXPERIMENTS = {
          size_run, "Fashion-MNIST; 20 minutes on one core",
          phase_tuning_grid, phase_grid))
     for part, more, grid in (("-tuning", " Tuning runs.", grids[0]), ("", "", grids[1]))
-} | {"choice-text": Experiment(
+} | {"choosers-again": Experiment(
+    "Is one of DP-FROST's choices a point better than another?", gain_grid,
+    chooser_run, "Fashion-MNIST; an hour and a half on one core"),
+    "choice-text": Experiment(
     "Do public sentences choose what private ones choose?", text_choice_grid,
     text_choice_run, "SST-2, MiniLM; five minutes on one core")}
