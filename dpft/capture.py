@@ -23,12 +23,18 @@ from .oracle import Batch, LossFunction, batch_rows, each_value, select_rows
 from .oracle import tensors
 
 # %% ../nbs/source/capture.ipynb #capture-fill
-def round_up(rows: int, most: int) -> int:
+def round_up(
+    rows: int,  # in a batch
+    most: int,  # in memory at once
+) -> int:       # rows of the batch when it is filled
     "The next of four sizes an octave, but no more than `most` unless the rows are."
     step = 1 << max(0, rows.bit_length() - 3)
     return max(rows, min(most, -(-rows // step) * step))
 
-def fill(batch: Batch, size: int) -> Batch:
+def fill(
+    batch: Batch,
+    size: int,   # rows, at least the batch's own
+) -> Batch:
     "A batch with copies of its first row at its end."
     rows = torch.arange(size)
     rows[batch_rows(batch):] = 0
@@ -49,18 +55,21 @@ class NoReading(TorchFunctionMode):
             raise RuntimeError(f"its Python code reads numbers by {func.__name__}")
         return func(*args, **(kwargs or {}))
 
-def with_tensors(batch: Batch, values: Sequence[Tensor]) -> Batch:
+def with_tensors(
+    batch: Batch,
+    values: Sequence[Tensor],  # in the order of the batch's tensors
+) -> Batch:
     "A batch of the same structure with other tensors."
     rest = iter(values)
     return each_value(batch, lambda old: next(rest) if isinstance(old, Tensor) else old)
 
 def write_graph(
     model: nn.Module,
-    loss_fn: LossFunction,
-    batch: Batch,
+    loss_fn: LossFunction, # (model, batch) -> (B,) losses
+    batch: Batch,          # of the shape that is captured
     blocks: Sequence[Block],
     style: str,            # "flat" or "automatic"
-    hooks: Hooks,
+    hooks: Hooks,          # set, and used once
 ) -> Graph:
     """The operators from a batch to its clipped sums: called with (B,) whether a row
     counts, and the batch's tensors, it returns the sums as they lie in memory
