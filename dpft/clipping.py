@@ -6,8 +6,6 @@
 __all__ = ['STABILISER', 'clip_factor', 'effective_noise_multiplier']
 
 # %% ../nbs/source/clipping.ipynb #clipping-imports
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,8 +14,7 @@ STABILISER = 0.01  # gamma of AUTO-S
 
 def clip_factor(
     norms: Tensor,  # (B,) or (B, K) norm of each example's gradient, in any one norm
-    # bound C; several, or a (K,) tensor, bound K blocks
-    clip: float | Sequence[float] | Tensor,
+    clip: float | Tensor,  # bound C; a (K,) tensor bounds K blocks
     style: str = "flat",   # "flat": min(1, C / norm); "automatic": C / (norm + 0.01)
 ) -> Tensor:        # same shape as `norms`: what each gradient is multiplied with
     """Factors after which no gradient has a norm above `clip`.
@@ -27,16 +24,13 @@ def clip_factor(
     Definition 3 of DP-FROST and Section 2 of DP-BiTFiT; @lem-flat-clipping,
     @lem-automatic-clipping.
     """
-    if isinstance(clip, Tensor):
-        clip = clip.tolist()
-    bounds = [clip] if isinstance(clip, float | int) else clip
-    if not all(bound > 0 for bound in bounds):
+    bound = torch.as_tensor(clip, dtype=norms.dtype)
+    if not all(value > 0 for value in bound.flatten().tolist()):
         raise ValueError(f"clip={clip}: the bound on an example's gradient must be "
                          "positive")
     if style not in ("flat", "automatic"):
         raise ValueError(f"clipping={style!r}: choose 'flat' or 'automatic'")
-    bound = torch.tensor(clip, dtype=norms.dtype).to(
-        norms.device, non_blocking=norms.device.type != "mps")
+    bound = bound.to(norms.device, non_blocking=norms.device.type != "mps")
     flat = style == "flat"
     factors = (bound / norms).clamp(max=1.0) if flat else bound / (norms + STABILISER)
     # a subnormal number may be half as large again

@@ -86,7 +86,7 @@ class Engine:
         self.touched: set[int] = set()              # ids of all that have trained
         self.modes: Modes | None = None             # of the layers, once that is known
         self.hooks: Hooks | None = None             # on what trains now
-        self.graphs: Graphs | None = None       # their passes as graphs
+        self.graphs: Graphs | None = None           # their passes as graphs
         self.listens: tuple[list[Any], Any] = [], None  # what they were set for
         self.uncharged: list[str] = []
         self.checked, self.not_checked = False, list[str]()
@@ -251,7 +251,7 @@ class Engine:
                       else None)
         self.graphs = (
             Graphs(self.model, self.step_loss, self.hooks, self.blocks,
-                     self.plan.clipping, self.population.most)
+                   self.plan.clipping, self.population.most)
             if self.settings.capture and self.hooks and self.features is None
             and not self.processes.divides else None)
 

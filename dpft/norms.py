@@ -531,7 +531,8 @@ def _factors(found: Sequence[Measured], clips: Sequence[float],
     "(B, K) norms, and factors that are 0 for an example that is not finite anywhere."
     norms = torch.stack([one.norms() for one in found], 1)
     finite = norms.isfinite().all(1, keepdim=True)
-    return norms, clip_factor(norms, clips, style) * finite
+    bounds = torch.tensor(clips, dtype=norms.dtype)
+    return norms, clip_factor(norms, bounds, style) * finite
 
 def _measure_doubtful(parts: Sequence[Part], found: Sequence[Measured],
                       doubts: Tensor) -> None:
