@@ -286,8 +286,8 @@ def run_name(entry: Settings) -> str:
 
 # %% ../../nbs/source/book_experiments.ipynb #experiments-measured-run
 OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out",
-       "max_length", "public", "public_epochs", "public_limit", "side", "scale",
-       "label")
+       "max_length", "public", "public_epochs", "public_limit", "start_seed",
+       "side", "scale", "label")
 
 def measured_run(
     settings: Settings,  # `OWN`, and any argument of `fine_tune`
@@ -404,32 +404,33 @@ def prepared_task(
 
 # %% ../../nbs/source/book_experiments.ipynb #experiments-prepared-start
 def start_of(settings: Settings, task: Task) -> nn.Module:
-    "The model before training: the same for all seeds."
+    "The model before training: the same for all seeds, unless `start_seed` says else."
     return copy.deepcopy(_pretrained(
         settings["model"], task.kind, len(task.classes), task.image_shape,
-        *map(settings.get, ("public", "public_epochs", "public_limit"))))
+        *map(settings.get, ("public", "public_epochs", "public_limit")),
+        seed=settings.get("start_seed", 0)))
 
 @cache
 def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] | None,
-                public: str | None, epochs: int | None,
-                limit: int | None) -> nn.Module:
+                public: str | None, epochs: int | None, limit: int | None,
+                seed: int) -> nn.Module:
     from safetensors.torch import load_model as load_weights
     from safetensors.torch import save_model as save_weights
-    fresh = load_model(name, classes, kind, shape)
+    fresh = load_model(name, classes, kind, shape, seed=seed)
     if public is None:
         return fresh
     if public == "font digits":
-        return pretrain(fresh, font_digits(), epochs=epochs or 0)
+        return pretrain(fresh, font_digits(), epochs=epochs or 0, seed=seed)
     source = load_data(public, limit=limit)
-    known = hashlib.sha256(
-        repr((name, shape, public, epochs or 0, limit)).encode()).hexdigest()[:12]
-    model = load_model(name, len(source.classes), kind, shape)
+    known = hashlib.sha256(repr((name, shape, public, epochs or 0, limit, *filter(
+        None, [seed]))).encode()).hexdigest()[:12]
+    model = load_model(name, len(source.classes), kind, shape, seed=seed)
     file = cache_folder() / f"{known}.safetensors"
     if file.exists():
         load_weights(model, str(file))
     else:
         pretrain(model, Public(source.train, source=source.source), epochs=epochs or 0,
-                 learning_rate=1e-3)
+                 learning_rate=1e-3, seed=seed)
         file.parent.mkdir(parents=True, exist_ok=True)
         save_weights(model, str(file.with_suffix(f".{os.getpid()}")))
         file.with_suffix(f".{os.getpid()}").replace(file)

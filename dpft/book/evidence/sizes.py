@@ -7,8 +7,8 @@ __all__ = ['SMALL', 'DATA', 'CHOICES', 'CONTROL_RATES', 'ENTRIES', 'SETS', 'LONG
            'GAIN_SEEDS', 'OPTIMIZERS', 'HEAD_STEPS', 'EXPERIMENTS', 'clothes', 'named', 'exact', 'chosen',
            'known_choice', 'control_run', 'control_settings', 'control_tuning_grid', 'control_grid', 'RandomEntries',
            'size_run', 'size_settings', 'size_tuning_grid', 'size_grid', 'Rows', 'RowSelection', 'RandomRows',
-           'chooser_settings', 'chooser_run', 'chooser_tuning_grid', 'chooser_grid', 'gain_grid', 'labelled_texts',
-           'text_choice_run', 'text_choice_grid', 'phase_settings', 'phase_tuning_grid', 'phase_grid']
+           'chooser_settings', 'chooser_run', 'chooser_tuning_grid', 'chooser_grid', 'gain_grid', 'start_grid',
+           'labelled_texts', 'text_choice_run', 'text_choice_grid', 'phase_settings', 'phase_tuning_grid', 'phase_grid']
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-imports
 from collections.abc import Callable, Iterator, Sequence
@@ -265,6 +265,11 @@ def gain_grid() -> Iterator[Settings]:
     for label, seed in product(GAINS, GAIN_SEEDS):
         yield chooser_settings(label, 3e-2, seed)
 
+def start_grid() -> Iterator[Settings]:
+    "Each way of DP-FROST to choose from thirty starts, of which each has its own seed."
+    for seed, label in product(range(1, 31), DESIGN_WAYS):
+        yield {**chooser_settings(label, 3e-2, 100 + seed), "start_seed": seed}
+
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-texts
 def labelled_texts(kind: str) -> tuple[list[str], list[int]]:
     "Private sentences, or public ones with another task's labels."
@@ -351,6 +356,10 @@ EXPERIMENTS = {
 } | {"choosers-again": Experiment(
     "Is one of DP-FROST's choices a point better than another?", gain_grid,
     chooser_run, "Fashion-MNIST; an hour and a half on one core"),
+    "choosers-starts": Experiment(
+    "Is it a point better from one start or another?", start_grid,
+    chooser_run, "Fashion-MNIST; two and a half hours on one core",
+    group=lambda run: f"start {run['start_seed']}"),
     "choice-text": Experiment(
     "Do public sentences choose what private ones choose?", text_choice_grid,
     text_choice_run, "SST-2, MiniLM; five minutes on one core")}
