@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['SMALL', 'DATA', 'CHOICES', 'CONTROL_RATES', 'ENTRIES', 'SETS', 'LONGER', 'BUDGETS', 'CHOOSERS', 'CHANGED', 'GAINS',
            'GAIN_SEEDS', 'OPTIMIZERS', 'HEAD_STEPS', 'EXPERIMENTS', 'clothes', 'named', 'exact', 'chosen',
-           'known_choice', 'control_run', 'control_settings', 'control_tuning_grid', 'control_grid', 'RandomEntries',
-           'size_run', 'size_settings', 'size_tuning_grid', 'size_grid', 'Rows', 'RowSelection', 'RandomRows',
-           'chooser_settings', 'chooser_run', 'chooser_tuning_grid', 'chooser_grid', 'gain_grid', 'start_grid',
-           'labelled_texts', 'text_choice_run', 'text_choice_grid', 'phase_settings', 'phase_tuning_grid', 'phase_grid']
+           'known_choice', 'control_run', 'run_of_chosen', 'control_settings', 'control_tuning_grid', 'control_grid',
+           'RandomEntries', 'size_run', 'size_settings', 'size_tuning_grid', 'size_grid', 'Rows', 'RowSelection',
+           'RandomRows', 'chooser_settings', 'chooser_run', 'chooser_tuning_grid', 'chooser_grid', 'gain_grid',
+           'start_grid', 'labelled_texts', 'chosen_by_texts', 'text_choice_run', 'text_choice_grid', 'sentence_run',
+           'sentence_grid', 'phase_settings', 'phase_tuning_grid', 'phase_grid']
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-imports
 from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +35,10 @@ from ...tasks import font_digits
 from ...texts import encode
 from ..experiments import (
     Experiment, Settings, best_rates, measured_run, prepared_task, split, start_of)
+from ..pretrained import prepared
 from ..tasks import load_data
 from .defaults import hospital_notes
-from .protocol import DESIGN_WAYS
+from .protocol import DESIGN_WAYS, STUDIES
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-task
 SMALL: Settings = {
@@ -99,10 +101,14 @@ def known_choice(data: str, held_out: int, *choice: Any) -> list[str]:
 
 def control_run(settings: Settings) -> Settings:
     "A run in which chosen partitions and the head train; what they were."
-    model, task = named(settings)
     names = known_choice(settings["data"], settings.get("held_out", 0),
                          settings["ratio"], settings["choice"],
                          settings["seed"] * (settings["choice"] == "random"))
+    return run_of_chosen(settings, names, *named(settings))
+
+def run_of_chosen(settings: Settings, names: list[str], model: nn.Module,
+                  task: Task) -> Settings:
+    "A run in which the partitions of these names and the head train."
     head = {id(p) for p in model.classifier.parameters()}  # type: ignore[union-attr]
     inside = {id(p) for piece in partitions(model) if piece.name in names
               for p in piece.parameters}
@@ -279,26 +285,50 @@ def labelled_texts(kind: str) -> tuple[list[str], list[int]]:
     train = load_data("sst2").train
     return train["sentence"], train["label"]
 
-def text_choice_run(settings: Settings) -> Settings:
-    "The partitions that some labelled sentences choose, without noise."
-    texts, labels = labelled_texts(settings["texts"])
+@cache
+def chosen_by_texts(kind: str, count: int, ratio: float, seed: int) -> dict[str, int]:
+    "Names and sizes of the partitions that some labelled sentences choose; no noise."
+    texts, labels = labelled_texts(kind)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(
-        settings["seed"]))[:settings["rows"]].tolist()
+        seed))[:count].tolist()
     table = TableData({"sentence": [texts[row] for row in order],
                        "label": [int(labels[row]) for row in order]})
     rows = encode(table, load_tokenizer("minilm"), ("sentence", "label"), 64, "text")
     model = load_model("minilm")
     pieces = partitions(model)
-    numbers = select(pieces, exact(model, rows, 50), settings["ratio"],
-                     sample_rate=1.0).numbers
-    return {"chosen": [pieces[i].name for i in sorted(numbers)],
-            "sizes": [pieces[i].size for i in sorted(numbers)], "metrics": {}}
+    numbers = select(pieces, exact(model, rows, 50), ratio, sample_rate=1.0).numbers
+    return {pieces[i].name: pieces[i].size for i in sorted(numbers)}
+
+def text_choice_run(settings: Settings) -> Settings:
+    "What some labelled sentences choose."
+    found = chosen_by_texts(*map(settings.get, ("texts", "rows", "ratio", "seed")))
+    return {"chosen": [*found], "sizes": [*found.values()], "metrics": {}}
 
 def text_choice_grid() -> Iterator[Settings]:
-    "A sample of 500 sentences of each kind."
-    for texts in ("sst2", "hospital"):
+    "A sample of 500 sentences of each kind, for two ratios."
+    for ratio, texts in product((0.0625, 0.25), ("sst2", "hospital")):
         yield {"data": "sst2", "model": "minilm", "method": "DPFrost", "label": texts,
-               "texts": texts, "rows": 500, "ratio": 0.0625, "seed": 0}
+               "texts": texts, "rows": 500, "ratio": ratio, "seed": 0}
+
+def sentence_run(settings: Settings) -> Settings:
+    "Forty steps on SST-2, with the partitions of the hospital's notes or with rows."
+    if settings["label"] == "public":
+        names = [*chosen_by_texts("hospital", 500, settings["ratio"], 0)]
+        return run_of_chosen(settings, names, *prepared(settings))
+    return size_run(settings, prepared)
+
+def sentence_grid() -> Iterator[Settings]:
+    "Five seeds, all at what tuning found for DP-FROST in the short study of sentences."
+    shared = {**STUDIES["text-short"].shared, "clip": 0.1, "learning_rate": 4.5e-3,
+              "target_epsilon": 2.0}
+    for seed, label in product(range(5), ("rows", "random rows", "public")):
+        run = {**shared, "label": label, "seed": seed}
+        method, options = CHOOSERS[label]
+        if label == "public":
+            yield {**run, "method": method, "ratio": 0.25}
+        else:
+            less = {"sample_rate": 0.005} if label == "rows" else {"seed": seed}
+            yield {**run, "method": method, "options": {**options, **less}}
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-phases
 OPTIMIZERS = {  # learning rates of the head and of everything
@@ -362,4 +392,7 @@ EXPERIMENTS = {
     group=lambda run: f"start {run['start_seed']}"),
     "choice-text": Experiment(
     "Do public sentences choose what private ones choose?", text_choice_grid,
-    text_choice_run, "SST-2, MiniLM; five minutes on one core")}
+    text_choice_run, "SST-2, MiniLM; five minutes on one core"),
+    "choosers-sentences": Experiment(
+    "And must the choice be private on sentences?", sentence_grid,
+    sentence_run, "SST-2, MiniLM; an hour on one core")}
