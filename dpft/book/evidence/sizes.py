@@ -95,13 +95,15 @@ def chosen(
     return [pieces[i].name for i in sorted(numbers)]
 
 @cache
-def known_choice(data: str, held_out: int, *choice: Any) -> list[str]:
+def known_choice(data: str, held_out: int, start: int, *choice: Any) -> list[str]:
     "The same, once for all seeds where it is drawn by none."
-    return chosen(*named({**SMALL, "data": data, "held_out": held_out}), *choice)
+    return chosen(*named({**SMALL, "data": data, "held_out": held_out,
+                          "start_seed": start}), *choice)
 
 def control_run(settings: Settings) -> Settings:
     "A run in which chosen partitions and the head train; what they were."
     names = known_choice(settings["data"], settings.get("held_out", 0),
+                         settings.get("start_seed", 0),
                          settings["ratio"], settings["choice"],
                          settings["seed"] * (settings["choice"] == "random"))
     return run_of_chosen(settings, names, *named(settings))
@@ -241,9 +243,9 @@ GAIN_SEEDS = range(20, 50)  # that judge whether one of them gains a point on an
 
 def chooser_settings(label: str, rate: float, seed: int) -> Settings:
     "The settings of one run on clothes."
-    method, options = (CHOOSERS | CHANGED)[label]
-    if label == "public":
+    if label in ("public", *CHOICES):
         return control_settings("clothes", label, rate, seed)
+    method, options = (CHOOSERS | CHANGED)[label]
     seeded = {"seed": seed} if label == "random rows" else {}
     return {**SMALL, "data": "clothes", "label": label, "method": method,
             "options": options | seeded, "learning_rate": rate, "target_epsilon": 2.0,
@@ -251,7 +253,7 @@ def chooser_settings(label: str, rate: float, seed: int) -> Settings:
 
 def chooser_run(settings: Settings) -> Settings:
     "A run of one chooser."
-    return (control_run if settings["label"] == "public" else size_run)(settings)
+    return (control_run if "choice" in settings else size_run)(settings)
 
 def chooser_tuning_grid() -> Iterator[Settings]:
     "Three rates of rows, on held-out training data."
@@ -272,8 +274,9 @@ def gain_grid() -> Iterator[Settings]:
         yield chooser_settings(label, 3e-2, seed)
 
 def start_grid() -> Iterator[Settings]:
-    "Each way of DP-FROST to choose from thirty starts, of which each has its own seed."
-    for seed, label in product(range(1, 31), DESIGN_WAYS):
+    "Each way of DP-FROST to choose, and its controls, from thirty starts."
+    ways = (*DESIGN_WAYS, "largest", "random", "public")
+    for seed, label in product(range(1, 31), ways):
         yield {**chooser_settings(label, 3e-2, 100 + seed), "start_seed": seed}
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-texts
