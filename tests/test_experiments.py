@@ -236,6 +236,16 @@ def test_a_run_without_its_data_stops_at_once_and_says_what_to_set(run, monkeypa
     assert not (tmp_path / "new" / "frost-text.jsonl").exists()
 
 
+def test_a_start_is_the_same_for_all_seeds_unless_it_has_its_own():
+    task = experiments.prepared_task("digits", "mlp")
+    def first_weights(**own):
+        model = experiments.start_of({"model": "mlp", "public": "font digits", "public_epochs": 1, "seed": 5, **own}, task)
+        return next(model.parameters())
+    assert torch.equal(first_weights(), first_weights(seed=6))
+    assert torch.equal(first_weights(), first_weights(start_seed=0))
+    assert not torch.equal(first_weights(), first_weights(start_seed=1))
+
+
 def test_what_runs_stand_on_is_looked_for_where_their_records_go(run, tmp_path):
     status, _, err = run("run", "digits", "--plan", "--output", tmp_path / "new")     # it has a tuning among the records of the book
     assert status == 1 and "digits-tuning.jsonl" in err and "make it first" in err

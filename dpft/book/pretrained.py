@@ -356,7 +356,7 @@ def whiten(
     public: Tensor,  # (M, width), of public data
     floor: float = 1.0,  # what is added to each variance, over their mean
 ) -> Tensor:         # (N, width), of norm 1
-    "Vectors whose coordinates are centred and uncorrelated where they are public."
+    "Vectors whose mean is zero, and which vary alike in all directions, on public data."
     centre = public.mean(0)
     spread, axes = torch.linalg.eigh((public - centre).T.cov())
     return F.normalize((found - centre) @ axes * (spread + floor * spread.mean()).rsqrt())
