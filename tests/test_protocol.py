@@ -264,7 +264,7 @@ def test_the_overlap_of_choices_counts_entries(tmp_path, monkeypatch):
     write_records(tmp_path / "some.jsonl", [
         {"method": "DPFrost", "label": "MGNA", "target_epsilon": 2.0, "seed": seed, "selection": {"partitions": parts, "chosen": chosen}}
         for seed, chosen in enumerate(([0, 1], [1, 2], [2], [2], [0]))])
-    assert overlaps("MGNA", "some") == [2 / 8, 1.0]
+    assert overlaps("MGNA", "some") == [2 / 8, 0.0, 0.0, 1 / 3, 5 / 7, 5 / 7, 0.0, 1.0, 0.0, 0.0]
     assert overlaps("MG", "some") == []
 
 

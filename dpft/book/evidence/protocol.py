@@ -18,7 +18,7 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Scores', 'Found', 'FROST', 'PAID', 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import log
 from statistics import mean, stdev
 from typing import Any
@@ -582,7 +582,7 @@ def overlaps(
     label: str,
     *names: str,  # of the experiments whose choices are compared
 ) -> list[float]:
-    "Entries that both of two runs chose over those that either did, in disjoint pairs."
+    "Entries that both of two runs chose over those that either did, for each pair."
     runs = {run["seed"]: run["selection"] for name in names
             for run in recorded(results_file(name))
             if label_of(run) == label and run["target_epsilon"] == 2.0}
@@ -592,7 +592,7 @@ def overlaps(
     def held(names: set[str]) -> int:
         return sum(sizes[name] for name in names)
     return [held(one & other) / held(one | other)
-            for one, other in zip(sets[::2], sets[1::2])]
+            for one, other in combinations(sets, 2)]
 
 def deviation_ratio(
     first: Sequence[float],
