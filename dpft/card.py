@@ -141,9 +141,9 @@ def meaning(guarantee: Guarantee) -> list[str]:
         "without. Whatever anybody then does with the model, the probability of every "
         f"outcome differs by {factor}, apart from a probability of {small:.2e}. "
         f"An attacker who knows everything else, must decide whether the {unit} was "
-        "in the data, and accepts 1 % of false alarms, is right about one who was with "
+        "in the data, and accepts 1 % of false alarms, recognises one that was with "
         f"a probability of at most {rounded_up(100 * guarantee.tpr(0.01), 3):.3g} %; "
-        "a guess is right with 1 %.",
+        "guessing does so with 1 %.",
         f"What delta is: the probability, {small:.2e}, by which that factor may be "
         f"missed. A run that published one {unit}'s data as they are, drawn at random, "
         f"would have a delta of 1 / N{count}, so delta must be below it, and "
