@@ -313,7 +313,7 @@ def normalised_minilm(classes: int = 2, scale: float = 10.0) -> nn.Module:
     return model
 
 # %% ../../nbs/source/book_pretrained.ipynb #pretrained-vectors
-PUBLIC_ROWS = 10_000  # whose vectors whiten others
+PUBLIC_ROWS = 5_000  # whose vectors whiten others
 
 def seen(data: str, size: int) -> Task:
     """A data set in the form of its network's inputs: images with sides of `size`
