@@ -364,8 +364,6 @@ STUDIES = {
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
     "images-head-600": Study(
         {**HEAD, "side": 224, "steps": 600}, HEAD_WAYS, 5000, fixed=10),
-    "images-head-whitened": Study(
-        {**HEAD, "side": 224, "public": "cifar100"}, HEAD_WAYS, 5000, fixed=10),
     "images": Study(PICTURES, IMAGE_WAYS, 5000,
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
@@ -411,8 +409,6 @@ QUESTIONS = {
     "images-head": "How accurate is a private head on CIFAR-10 at 128 pixels?",
     "images-head-224": "How accurate is a private head on CIFAR-10 at 224 pixels?",
     "images-head-600": "How accurate is that head after 600 steps?",
-    "images-head-whitened": "How accurate is a private head on vectors that public "
-                            "pictures have whitened?",
     "images": "Does training more than the head help on CIFAR-10?",
     "images-small": "Does training more than the head help on 5,000 rows of CIFAR-10?",
     "text-head": "How accurate is a private head on SST-2?",
