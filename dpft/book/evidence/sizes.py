@@ -308,10 +308,10 @@ def text_choice_run(settings: Settings) -> Settings:
     return {"chosen": [*found], "sizes": [*found.values()], "metrics": {}}
 
 def text_choice_grid() -> Iterator[Settings]:
-    "A sample of 500 sentences of each kind, for two ratios."
-    for ratio, texts in product((0.0625, 0.25), ("sst2", "hospital")):
+    "A sample of 500 sentences of each kind."
+    for texts in ("sst2", "hospital"):
         yield {"data": "sst2", "model": "minilm", "method": "DPFrost", "label": texts,
-               "texts": texts, "rows": 500, "ratio": ratio, "seed": 0}
+               "texts": texts, "rows": 500, "ratio": 0.0625, "seed": 0}
 
 def sentence_run(settings: Settings) -> Settings:
     "Forty steps on SST-2, with the partitions of the hospital's notes or with rows."
