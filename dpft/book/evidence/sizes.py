@@ -324,14 +324,14 @@ def sentence_grid() -> Iterator[Settings]:
     "Five seeds, all at what tuning found for DP-FROST in the short study of sentences."
     shared = {**STUDIES["text-short"].shared, "clip": 0.1, "learning_rate": 4.5e-3,
               "target_epsilon": 2.0}
-    for seed, label in product(range(5), ("rows", "random rows", "public")):
+    for seed, label in product(range(5), ("rows", "random rows", "public", "MGNA")):
         run = {**shared, "label": label, "seed": seed}
         method, options = CHOOSERS[label]
         if label == "public":
             yield {**run, "method": method, "ratio": 0.25}
         else:
-            less = {"sample_rate": 0.005} if label == "rows" else {"seed": seed}
-            yield {**run, "method": method, "options": {**options, **less}}
+            own = {"seed": seed} if label == "random rows" else {"sample_rate": 0.005}
+            yield {**run, "method": method, "options": {**options, **own}}
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-phases
 OPTIMIZERS = {  # learning rates of the head and of everything
