@@ -422,8 +422,9 @@ def _pretrained(name: str, kind: str, classes: int, shape: tuple[int, int, int] 
     if public == "font digits":
         return pretrain(fresh, font_digits(), epochs=epochs or 0, seed=seed)
     source = load_data(public, limit=limit)
-    known = hashlib.sha256(repr((name, shape, public, epochs or 0, limit, *filter(
-        None, [seed]))).encode()).hexdigest()[:12]
+    own = [seed] if seed else []  # files of the first seed keep their names
+    known = hashlib.sha256(repr((name, shape, public, epochs or 0, limit, *own))
+                           .encode()).hexdigest()[:12]
     model = load_model(name, len(source.classes), kind, shape, seed=seed)
     file = cache_folder() / f"{known}.safetensors"
     if file.exists():
