@@ -10,9 +10,9 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Scores', 'Found', 'FROST', 'PAID', 
            'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'MATTERS', 'ATTACKED', 'STEADY', 'Way',
            'Study', 'options_at', 'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere',
            'tuning_grid', 'study_grid', 'believed', 'design', 'first_everything', 'around', 'of_share', 'study_of_size',
-           'at_size', 'measure_of', 'holm', 'p_value', 'judged', 'each_of', 'counted', 'timed', 'indifferent',
-           'choice_control', 'overlaps', 'deviation_ratio', 'steadier', 'growing', 'lowered', 'untuned', 'scored_by',
-           'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
+           'at_size', 'relevance_grid', 'measure_of', 'holm', 'p_value', 'judged', 'each_of', 'counted', 'timed',
+           'indifferent', 'choice_control', 'overlaps', 'deviation_ratio', 'steadier', 'growing', 'lowered', 'untuned',
+           'scored_by', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -364,6 +364,8 @@ STUDIES = {
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
     "images-head-600": Study(
         {**HEAD, "side": 224, "steps": 600}, HEAD_WAYS, 5000, fixed=10),
+    "images-head-whitened": Study(
+        {**HEAD, "side": 224, "public": "cifar100"}, HEAD_WAYS, 5000, fixed=10),
     "images": Study(PICTURES, IMAGE_WAYS, 5000,
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
@@ -409,6 +411,8 @@ QUESTIONS = {
     "images-head": "How accurate is a private head on CIFAR-10 at 128 pixels?",
     "images-head-224": "How accurate is a private head on CIFAR-10 at 224 pixels?",
     "images-head-600": "How accurate is that head after 600 steps?",
+    "images-head-whitened": "How accurate is a private head on vectors that public "
+                            "pictures have whitened?",
     "images": "Does training more than the head help on CIFAR-10?",
     "images-small": "Does training more than the head help on 5,000 rows of CIFAR-10?",
     "text-head": "How accurate is a private head on SST-2?",
@@ -433,6 +437,13 @@ FURTHER = {  # of which study; all were run
                            "other seeds?"),
     "frost-design-text": ("text-short", "Which of DP-FROST's choices matter on SST-2?")}
 
+def relevance_grid() -> list[Settings]:
+    """Relevance and a random mask around the biases, at one learning rate under two
+    clipping rules, for fifteen seeds that no older run has."""
+    return [entry(STUDIES["images-small"], label, clip, 0.018, 2.0, seed)
+            for seed in range(5, 20) for clip in ("1", "automatic")
+            for label in ("RapFT", "RapFT, random mask")]
+
 def measure_of(study: Study) -> Callable[[Settings], Settings]:
     "What makes a run of a study."
     return {"digits": digits_measured, "e2e": language_measured}.get(
@@ -447,7 +458,9 @@ EXPERIMENTS = {
         ("", "", study_grid, f"{name}-tuning's records; "))} | {
     name: Experiment(question, None, measure_of(STUDIES[study]),
                      NEEDS[STUDIES[study].shared["data"]])
-    for name, (study, question) in FURTHER.items()}
+    for name, (study, question) in FURTHER.items()} | {
+    "relevance": Experiment("Is a split by relevance better than one at random?",
+                            relevance_grid, measured, NEEDS["cifar10"])}
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-holm
 def holm(
