@@ -14,7 +14,7 @@ from dpft.book.evidence.freezing import spent
 from dpft.book.evidence.protocol import STUDIES, measure_of, study_grid, study_verdict, tuning_grid
 from dpft.book.experiments import make_record, recorded, results_file, settings_in, write_records
 from dpft.book.pretrained import EfficientNetLite0
-from dpft.data import TableData, Task, TensorData
+from dpft.data import Public, TableData, Task, TensorData
 from dpft.losses import logits
 from dpft.models import load_tokenizer
 
@@ -29,6 +29,13 @@ def pictures(name, limit=None):
     images = torch.randint(0, 256, (42, 3, 32, 32), generator=generator, dtype=torch.uint8)
     data = TensorData(images, torch.arange(42) % 10, 255.0)
     return Task(name, "image", data.subset(range(30)), data.subset(range(30, 42)), classes=tuple("0123456789"))
+
+
+def many_pictures(name, limit=None):
+    "More of them than a vector has directions."
+    images = torch.randint(0, 256, (1400, 3, 32, 32), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    data = TensorData(images, torch.arange(1400) % 10, 255.0)
+    return Task(name, "image", data, data.subset(range(12)), classes=tuple("0123456789"))
 
 
 def phrases(first, count):
@@ -114,10 +121,13 @@ def world(weights, forgotten, tmp_path, monkeypatch):
     "Everything that the studies read, made small; no result of one test serves another."
     monkeypatch.setenv("DPFT_CACHE", str(weights))
     monkeypatch.setenv("DPFT_RESULTS", str(tmp_path))
-    made = {"cifar10": pictures, "sst2": texts, "e2e": facts}
+    made = {"cifar10": pictures, "cifar100": many_pictures, "sst2": texts, "e2e": facts}
     real = experiments.load_data
     for module in (experiments, pretrained):
         monkeypatch.setattr(module, "load_data", lambda name, limit=None: made[name](name) if name in made else real(name, limit))
+    public = TableData({"text": [" ".join(phrases(first, 40)) for first in range(0, 4000, 40)]})
+    monkeypatch.setattr(pretrained, "public_text", lambda: Public(public, source="made up"))
+    monkeypatch.setattr(pretrained, "PUBLIC_ROWS", 1400)
     monkeypatch.setattr(pretrained, "minilm_folder", lambda: weights / "minilm")
     monkeypatch.setattr(language, "language_model", lambda name: str(weights / "gpt2"))
 
@@ -126,7 +136,7 @@ def small(name):
     "A study of eight steps on a few rows, otherwise as it is."
     study = STUDIES[name]
     sizes = {name: value for name, value in (("side", 32), ("limit", 26)) if name in study.shared}
-    brief = {"public_epochs": 1, "public_limit": 64, "physical_batch_size": 256} if "public" in study.shared else {}
+    brief = {"public_epochs": 1, "public_limit": 64, "physical_batch_size": 256} if "public_epochs" in study.shared else {}
     shared = {**study.shared, **TINY, **sizes, **brief}
     looks = {label: replace(way, options={**way.options, "relevance_rate": 0.9})      # a free look must find a row
              for label, way in study.ways.items() if "allow_non_private" in way.options}
@@ -173,7 +183,8 @@ def whole_way(name, label, study):
 
 
 # a way of each kind of data, model and method; the others differ in settings
-MADE = {"digits": ("LoRA + BiTFiT",), "images-head": ("LastLayer",), "images-small": ("DPFrost", "LastLayer, then BiTFiT"),
+MADE = {"digits": ("LoRA + BiTFiT",), "images-head": ("LastLayer",), "images-head-whitened": ("LastLayer",),
+        "text-head-smollm2": ("LastLayer",), "images-small": ("DPFrost", "LastLayer, then BiTFiT"),
         "text-short": ("RandomPartitions",),
         "language": ("LoRA",), "language-small": ("LoRA, Rap-FT as published", "BiTFiT, Rap-FT at true ε")}
 
@@ -215,6 +226,36 @@ def test_a_head_alone_sees_what_the_whole_network_gives_its_own(settings, world,
     again = pretrained.prepared({**alone, "held_out": 6})[1]
     assert len(again.dev) == 6 and len(again.train) == len(rows.train) - 6 and again.test is None
     assert {str(row.tolist()) for row in again.dev.images} <= {str(row.tolist()) for row in rows.train.images}
+
+
+def test_a_picture_and_its_mirror_have_one_vector(world, monkeypatch):
+    given = [pictures("cifar10")]
+    given.append(replace(given[0], train=replace(given[0].train, images=given[0].train.images.flip(-1))))
+    found = []
+    for task in given:
+        monkeypatch.setattr(pretrained, "load_data", lambda name, task=task: task)
+        its = [pretrained.feature_task("cifar10", 32, "efficientnet-lite0", mirrored=mirrored).train.images for mirrored in (False, True)]
+        pretrained.feature_task.cache_clear()
+        found.append(its)
+    alone, both = ((one - two).norm() / one.norm() for one, two in zip(*found, strict=True))
+    assert both < alone / 10
+
+
+def test_smollm2_is_read_at_the_last_word_of_the_prompt(world, weights, monkeypatch):
+    monkeypatch.setattr(pretrained, "DEPTH", 1)
+    said = ["the film is good", "bad"]
+    vectors = pretrained.vectors(pretrained.headless("smollm2"), pretrained.asked(said, 64))
+    whole, tokenizer = LlamaForCausalLM.from_pretrained(weights / "smollm2").eval(), load_tokenizer(str(weights / "smollm2"))
+    for text, vector in zip(said, vectors, strict=True):
+        tokens = tokenizer(text + " It was", return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            states = whole(tokens, output_hidden_states=True).hidden_states[1]
+        assert torch.allclose(vector, states[0, -1], atol=1e-5)
+
+
+def test_too_few_public_rows_are_refused():
+    with pytest.raises(ValueError, match="8 public rows say nothing of some of the 16 directions"):
+        pretrained.whiten(torch.randn(4, 16), torch.randn(8, 16))
 
 
 @pytest.mark.parametrize("name,label", [(name, label) for name, its in STUDIES.items() for label, way in its.ways.items() if way.shares])

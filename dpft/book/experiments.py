@@ -287,7 +287,7 @@ def run_name(entry: Settings) -> str:
 # %% ../../nbs/source/book_experiments.ipynb #experiments-measured-run
 OWN = ("data", "model", "method", "options", "target_epsilon", "limit", "held_out",
        "max_length", "public", "public_epochs", "public_limit", "start_seed",
-       "side", "scale", "label")
+       "side", "scale", "network", "floor", "mirrored", "label")
 
 def measured_run(
     settings: Settings,  # `OWN`, and any argument of `fine_tune`

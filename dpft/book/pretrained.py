@@ -392,7 +392,11 @@ def whiten(
     public: Tensor,  # (M, width), of public data
     floor: float = 1.0,  # what is added to each variance, over their median
 ) -> Tensor:         # (N, width), of norm 1
-    "Vectors whose mean is zero, and which vary alike in all directions, on public data."
+    """Vectors whose mean is zero, and which vary alike in all directions, on public data;
+    ValueError where that has too few rows to know a direction's variance."""
+    if len(public) <= public.shape[1]:
+        raise ValueError(f"{len(public)} public rows say nothing of some of the "
+                         f"{public.shape[1]} directions; give more rows than directions")
     centre = public.mean(0)
     spread, axes = torch.linalg.eigh((public - centre).T.cov())
     level = (spread + floor * spread.median()).rsqrt()
@@ -406,21 +410,29 @@ def feature_task(
     scale: float = 1.0,
     public: str | None = None,  # data whose vectors whiten these; None: as they are
     floor: float = 1.0,         # of `whiten`
+    mirrored: bool = False,     # whether an image's vector is a mean with its mirror's
 ) -> Task:
     "A task with vectors of norm `scale` in place of its images or texts."
+    def known(name: str, parts: dict[str, Any]) -> dict[str, Tensor]:
+        found = kept_vectors(f"{name}-{size}", network, parts)
+        if not mirrored:
+            return {part: its.float() for part, its in found.items()}
+        turned = kept_vectors(f"{name}-{size}-mirrored", network, {
+            part: replace(its, images=its.images.flip(-1)) for part, its in parts.items()})
+        return {part: (its.float() + turned[part].float()) / 2
+                for part, its in found.items()}
+
     task = seen(data, size, network)
     parts = {name: part for name in ("train", "dev", "test")
              if (part := getattr(task, name)) is not None}
-    known = {name: part.float() for name, part in
-             kept_vectors(f"{data}-{size}", network, parts).items()}
+    found = known(data, parts)
     if public is None:
-        known = {name: F.normalize(part) for name, part in known.items()}
+        found = {name: F.normalize(part) for name, part in found.items()}
     else:
-        others = {"train": public_rows(public, size, network)}
-        beside = kept_vectors(f"{public}-{size}", network, others)["train"].float()
-        known = {name: whiten(part, beside, floor) for name, part in known.items()}
+        beside = known(public, {"train": public_rows(public, size, network)})["train"]
+        found = {name: whiten(part, beside, floor) for name, part in found.items()}
     return replace(task, **{  # type: ignore[arg-type]
-        name: TensorData(known[name][:, :, None, None], part.labels, 1 / scale)
+        name: TensorData(found[name][:, :, None, None], part.labels, 1 / scale)
         for name, part in parts.items()})
 
 def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
@@ -439,7 +451,8 @@ def prepared(settings: Settings) -> tuple[nn.Module, Task]:
             "network", "efficientnet-lite0" if "side" in settings else "minilm")
         task = feature_task(
             data, settings.get("side", tokens), network, settings.get("scale", 1.0),
-            settings.get("public"), settings.get("floor", 1.0))
+            settings.get("public"), settings.get("floor", 1.0),
+            settings.get("mirrored", False))
         head = head_alone(len(task.classes), task.train.images.shape[1])
         return head, split(task, held_out, limit)
     if settings["model"] == "efficientnet-lite0":

@@ -365,7 +365,8 @@ STUDIES = {
     "images-head-600": Study(
         {**HEAD, "side": 224, "steps": 600}, HEAD_WAYS, 5000, fixed=10),
     "images-head-whitened": Study(
-        {**HEAD, "side": 224, "public": "cifar100"}, HEAD_WAYS, 5000, fixed=10),
+        {**HEAD, "side": 224, "public": "cifar100", "floor": 3.0, "mirrored": True},
+        HEAD_WAYS, 5000, fixed=10),
     "images": Study(PICTURES, IMAGE_WAYS, 5000,
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
@@ -376,6 +377,9 @@ STUDIES = {
     "text-head-large": Study(
         {**TEXT_HEAD, "steps": 400, "batch_size": 2048}, TEXT_HEAD_WAYS, 1500,
         fixed=20),
+    "text-head-smollm2": Study(
+        {**TEXT_HEAD, "network": "smollm2", "public": "phrases", "floor": 30.0},
+        TEXT_HEAD_WAYS, 1500, fixed=20),
     "text-full": Study(SENTENCES, TEXT_WAYS, 1500,
                        elsewhere=("LastLayer", "BiTFiT"), fixed=60,
                        untouched=0.5),
@@ -417,6 +421,7 @@ QUESTIONS = {
     "images-small": "Does training more than the head help on 5,000 rows of CIFAR-10?",
     "text-head": "How accurate is a private head on SST-2?",
     "text-head-large": "How accurate is a private head on SST-2 after 400 steps?",
+    "text-head-smollm2": "How accurate is a private head on SmolLM2's vectors of SST-2?",
     "text-full": "Which method is best on SST-2 in as many steps as the paper takes?",
     "text-short": "Which method is best on SST-2 in 40 steps?",
     "language": "Which method is best on E2E with a pre-trained language model?",
