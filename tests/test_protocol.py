@@ -151,10 +151,16 @@ def test_holm_lies_between_bonferroni_and_no_correction(values):
     assert all(value <= min((values[name] for name, its in decided.items() if not its), default=1.0) for value in kept)
 
 
-def test_a_p_value_needs_two_seeds_and_a_spread():
+def test_a_p_value_needs_two_seeds():
     assert p_value([0.1]) == 1.0 and p_value([0.1, -0.1]) == 1.0
+
+
+def test_differences_without_a_spread_are_judged_by_their_signs():
     alike = [4 / 360] * 5                                                        # differences of a metric that takes few values
-    assert p_value(alike) == p_value([0.8 - 0.7, 0.9 - 0.8]) == 1.0 and judged([alike])[0] == "undecided"
+    assert p_value(alike) == 1 / 16 and judged([alike])[0] == "undecided"        # five times heads or five times tails
+    assert p_value([0.8 - 0.7, 0.9 - 0.8]) == 0.5                                # equal but for rounding
+    for value, verdict in ((0.0, "held"), (-0.02, "did not hold"), (-0.01, "undecided")):
+        assert judged([[value] * 8], -0.01)[0] == verdict                        # the last one is the margin itself
 
 
 AHEAD, SPREAD, OPEN = [0.02, 0.03, 0.025, 0.02, 0.03], [0.05, 0.06, -0.03, 0.07, -0.02], [0.02, -0.03, 0.01, 0.02, -0.02]

@@ -365,8 +365,9 @@ STUDIES = {
     "images-head-600": Study(
         {**HEAD, "side": 224, "steps": 600}, HEAD_WAYS, 5000, fixed=10),
     "images-head-whitened": Study(
-        {**HEAD, "side": 224, "public": "cifar100", "floor": 3.0, "mirrored": True},
-        HEAD_WAYS, 5000, fixed=10),
+        {**HEAD, "side": 224, "steps": 300, "average": 0.98, "public": "cifar100",
+         "floor": 10.0, "mirrored": True}, HEAD_WAYS, 5000, fixed=10, refined=True,
+        refined_elsewhere=True),
     "images": Study(PICTURES, IMAGE_WAYS, 5000,
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
@@ -379,7 +380,7 @@ STUDIES = {
         fixed=20),
     "text-head-smollm2": Study(
         {**TEXT_HEAD, "network": "smollm2", "public": "phrases", "floor": 30.0},
-        TEXT_HEAD_WAYS, 1500, fixed=20),
+        TEXT_HEAD_WAYS, 1500, fixed=20, refined=True, refined_elsewhere=True),
     "text-full": Study(SENTENCES, TEXT_WAYS, 1500,
                        elsewhere=("LastLayer", "BiTFiT"), fixed=60,
                        untouched=0.5),
@@ -478,12 +479,15 @@ def holm(
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-p
 def p_value(differences: list[float], margin: float = 0.0) -> float:
-    """Two-sided, of a mean difference equal to the margin;
-    1 where there are fewer than two, or where they are all alike,
-    for then nothing is known of their spread."""
+    """Two-sided, of a mean difference equal to the margin, by a t-test;
+    of differences that are all alike by a sign test, for they show no spread.
+    1 where there are fewer than two."""
     from scipy.stats import ttest_1samp
-    if len(differences) < 2 or max(differences) - min(differences) < 1e-9:  # rounding
+    if len(differences) < 2:
         return 1.0
+    if max(differences) - min(differences) < 1e-9:  # rounding
+        beside = abs(differences[0] - margin) > 1e-9
+        return 2.0 ** (1 - len(differences)) if beside else 1.0
     return float(ttest_1samp(differences, margin).pvalue)
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-comparison
