@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Scores', 'Found', 'FROST', 'PAID', 'IMAGE_WAYS', 'CONTROL', 'PHASED', 'TEXT_WAYS',
-           'LORA', 'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD', 'TEXT_HEAD_WAYS',
-           'SHORT_WAYS', 'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS', 'SMALL_LANGUAGE',
-           'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'NEEDS', 'QUESTIONS',
-           'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'MATTERS', 'ATTACKED', 'STEADY', 'Way',
-           'Study', 'options_at', 'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too', 'length_elsewhere',
-           'tuning_grid', 'study_grid', 'believed', 'design', 'first_everything', 'around', 'of_share', 'study_of_size',
-           'at_size', 'relevance_grid', 'measure_of', 'holm', 'p_value', 'judged', 'each_of', 'counted', 'timed',
-           'indifferent', 'choice_control', 'overlaps', 'deviation_ratio', 'steadier', 'growing', 'lowered', 'untuned',
-           'scored_by', 'no_better', 'study_verdict', 'size_gaps', 'size_steps', 'off_the_rate', 'rate_differences']
+           'LORA', 'LANGUAGE_WAYS', 'PICTURES', 'HEAD', 'MIRRORED', 'HEAD_WAYS', 'SENTENCES', 'TEXT_HEAD',
+           'TEXT_HEAD_WAYS', 'SHORT_WAYS', 'SHORT_ELSEWHERE', 'FACTS', 'DIGITS', 'DESIGN_WAYS', 'DIGIT_WAYS',
+           'SMALL_LANGUAGE', 'PUBLISHED', 'RAP_VARIANTS', 'SMALL_WAYS', 'GROWING', 'STUDIES', 'RATE_FACTORS', 'NEEDS',
+           'QUESTIONS', 'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'MATTERS', 'ATTACKED',
+           'STEADY', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too',
+           'length_elsewhere', 'tuning_grid', 'study_grid', 'believed', 'design', 'first_everything', 'around',
+           'of_share', 'study_of_size', 'at_size', 'relevance_grid', 'measure_of', 'holm', 'p_value', 'judged',
+           'each_of', 'counted', 'timed', 'indifferent', 'choice_control', 'overlaps', 'deviation_ratio', 'steadier',
+           'growing', 'lowered', 'untuned', 'scored_by', 'no_better', 'study_verdict', 'size_gaps', 'size_steps',
+           'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -262,6 +263,7 @@ PICTURES: Settings = {"data": "cifar10", "model": "efficientnet-lite0", "side": 
 HEAD: Settings = {"data": "cifar10", "model": "head", "side": 128, "steps": 150,
                   "batch_size": 4096, "optimizer": "sgd", "accountant": "prv",
                   "physical_batch_size": 1024}
+MIRRORED = {**HEAD, "side": 224, "steps": 300, "average": 0.98, "mirrored": True}
 HEAD_WAYS = {"LastLayer": Way("LastLayer", {}, 80.0, 40_000.0)}
 SENTENCES: Settings = {"data": "sst2", "model": "minilm", "scale": 10.0, "steps": 197,
                        "batch_size": 1024, "optimizer": "adamw", "accountant": "prv",
@@ -364,10 +366,11 @@ STUDIES = {
     "images-head-224": Study({**HEAD, "side": 224}, HEAD_WAYS, 5000, fixed=10),
     "images-head-600": Study(
         {**HEAD, "side": 224, "steps": 600}, HEAD_WAYS, 5000, fixed=10),
+    "images-head-mirrored": Study(MIRRORED, HEAD_WAYS, 5000, fixed=10, refined=True,
+                                  refined_elsewhere=True),
     "images-head-whitened": Study(
-        {**HEAD, "side": 224, "steps": 300, "average": 0.98, "public": "cifar100",
-         "floor": 10.0, "mirrored": True}, HEAD_WAYS, 5000, fixed=10, refined=True,
-        refined_elsewhere=True),
+        {**MIRRORED, "public": "cifar100", "floor": 10.0}, HEAD_WAYS, 5000, fixed=10,
+        refined=True, refined_elsewhere=True),
     "images": Study(PICTURES, IMAGE_WAYS, 5000,
                     elsewhere=("LastLayer", "BiTFiT", "Full", "DPFrost")),
     "images-small": Study(
@@ -378,6 +381,9 @@ STUDIES = {
     "text-head-large": Study(
         {**TEXT_HEAD, "steps": 400, "batch_size": 2048}, TEXT_HEAD_WAYS, 1500,
         fixed=20),
+    "text-head-smollm2-plain": Study(
+        {**TEXT_HEAD, "network": "smollm2"}, TEXT_HEAD_WAYS, 1500, fixed=20,
+        refined=True, refined_elsewhere=True),
     "text-head-smollm2": Study(
         {**TEXT_HEAD, "network": "smollm2", "public": "phrases", "floor": 30.0},
         TEXT_HEAD_WAYS, 1500, fixed=20, refined=True, refined_elsewhere=True),
@@ -416,13 +422,17 @@ QUESTIONS = {
     "images-head": "How accurate is a private head on CIFAR-10 at 128 pixels?",
     "images-head-224": "How accurate is a private head on CIFAR-10 at 224 pixels?",
     "images-head-600": "How accurate is that head after 600 steps?",
-    "images-head-whitened": "How accurate is a private head on vectors that public "
-                            "pictures have whitened?",
+    "images-head-mirrored": "How accurate is a private head on vectors that are means "
+                            "of a picture's and its mirror's?",
+    "images-head-whitened": "How accurate is it on vectors that public pictures have "
+                            "whitened?",
     "images": "Does training more than the head help on CIFAR-10?",
     "images-small": "Does training more than the head help on 5,000 rows of CIFAR-10?",
     "text-head": "How accurate is a private head on SST-2?",
     "text-head-large": "How accurate is a private head on SST-2 after 400 steps?",
-    "text-head-smollm2": "How accurate is a private head on SmolLM2's vectors of SST-2?",
+    "text-head-smollm2-plain": "How accurate is a private head on SmolLM2's vectors of "
+                               "SST-2?",
+    "text-head-smollm2": "How accurate is it on vectors that public text has whitened?",
     "text-full": "Which method is best on SST-2 in as many steps as the paper takes?",
     "text-short": "Which method is best on SST-2 in 40 steps?",
     "language": "Which method is best on E2E with a pre-trained language model?",
