@@ -396,8 +396,9 @@ WORDS = ["train", "--no-progress", "--data=digits", "--model=mlp", "--method=ful
 def torchrun(folder, name, dies=-1):
     "The command in two processes under torchrun, one of which may die in its fourth step."
     (folder / "killing.py").write_text(textwrap.dedent(KILLING))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(folder / "killing.py"), *WORDS,
-               f"--checkpoint={folder / name}", f"--output={folder / name}-output"]
+    # looked at once in two seconds, for on a busy machine the survivor is stopped before it can say why
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--monitor-interval", "2",
+               str(folder / "killing.py"), *WORDS, f"--checkpoint={folder / name}", f"--output={folder / name}-output"]
     return subprocess.run(command, env={**os.environ, "DIES": str(dies)}, capture_output=True, text=True, timeout=LIMIT)
 
 
