@@ -258,6 +258,11 @@ def test_too_few_public_rows_are_refused():
         pretrained.whiten(torch.randn(4, 16), torch.randn(8, 16))
 
 
+def test_phrases_in_smollm2s_tokens_are_for_no_other_network():
+    with pytest.raises(ValueError, match="phrases are in SmolLM2's tokens, which minilm can't read"):
+        pretrained.public_rows("phrases", 64, "minilm")
+
+
 @pytest.mark.parametrize("name,label", [(name, label) for name, its in STUDIES.items() for label, way in its.ways.items() if way.shares])
 def test_a_phase_has_steps_in_a_run_of_any_length(name, label):
     study = STUDIES[name]

@@ -460,10 +460,9 @@ def prepared(settings: Settings) -> tuple[nn.Module, Task]:
     if settings["model"] == "head":
         network = settings.get(
             "network", "efficientnet-lite0" if "side" in settings else "minilm")
-        task = feature_task(
-            data, settings.get("side", tokens), network, settings.get("scale", 1.0),
-            settings.get("public"), settings.get("floor", 1.0),
-            settings.get("mirrored", False))
+        own = {name: settings[name] for name in ("scale", "public", "floor", "mirrored")
+               if name in settings}
+        task = feature_task(data, settings.get("side", tokens), network, **own)
         head = head_alone(len(task.classes), task.train.images.shape[1])
         return head, split(task, held_out, limit)
     if settings["model"] == "efficientnet-lite0":
