@@ -8,7 +8,7 @@ __all__ = ['Settings', 'OWN', 'QUICKSTART', 'QUICKSTART_RATES', 'TRIED', 'write_
            'device_name', 'commit', 'provenance', 'outcome', 'Experiment', 'make_record', 'Job', 'pending',
            'begin_worker', 'make_runs', 'standing', 'run_name', 'measured_run', 'arguments_of', 'answers_and_scores',
            'answered', 'packed', 'unpacked', 'split', 'prepared_task', 'start_of', 'cache_folder', 'put_in_place',
-           'quickstart_grid', 'quickstart_tuning_grid', 'best_rates', 'printed_digits_network']
+           'quickstart_grid', 'quickstart_tuning_grid', 'tuning_records', 'best_rates', 'printed_digits_network']
 
 # %% ../../nbs/source/book_experiments.ipynb #experiments-imports
 import base64
@@ -482,18 +482,22 @@ def quickstart_tuning_grid() -> Iterator[Settings]:
                    "learning_rate": rate, "target_epsilon": json_number(epsilon),
                    "seed": seed}
 
+def tuning_records(name: str) -> list[Settings]:
+    "The records of a tuning experiment; ValueError where nothing is recorded."
+    if found := recorded(results_file(name)):
+        return found
+    raise ValueError(f"{results_file(name)} holds no records; make them first: "
+                     f"dpft run {name}")
+
 def best_rates(
     name: str,                                  # of the tuning experiment
     key: Callable[[Settings], Any],
 ) -> dict[Any, float]:
     "The rate of the highest mean accuracy; ValueError where nothing is recorded."
     scores: dict[Any, dict[float, list[float]]] = {}
-    for run in recorded(results_file(name)):
+    for run in tuning_records(name):
         its = scores.setdefault(key(run), {})
         its.setdefault(run["learning_rate"], []).append(run["metrics"]["accuracy"])
-    if not scores:
-        raise ValueError(f"{results_file(name)} holds no records; make them first: "
-                         f"dpft run {name}")
     return {name: max(its, key=lambda rate: mean(its[rate]))
             for name, its in scores.items()}
 

@@ -8,14 +8,17 @@ __all__ = ['SMALL', 'DATA', 'CHOICES', 'CONTROL_RATES', 'ENTRIES', 'SETS', 'LONG
            'known_choice', 'control_run', 'run_of_chosen', 'control_settings', 'control_tuning_grid', 'control_grid',
            'RandomEntries', 'size_run', 'size_settings', 'size_tuning_grid', 'size_grid', 'Rows', 'RowSelection',
            'RandomRows', 'chooser_settings', 'chooser_run', 'chooser_tuning_grid', 'chooser_grid', 'gain_grid',
-           'start_grid', 'labelled_texts', 'chosen_by_texts', 'text_choice_run', 'text_choice_grid', 'sentence_run',
-           'sentence_grid', 'phase_settings', 'phase_tuning_grid', 'phase_grid']
+           'start_grid', 'labelled_texts', 'chosen_by_texts', 'text_choice_run', 'text_choice_grid', 'notes',
+           'in_layers', 'trial_run', 'trial_grid', 'best_layers', 'sentence_run', 'sentence_grid', 'phase_settings',
+           'phase_tuning_grid', 'phase_grid']
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-imports
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import combinations, product
+from statistics import mean
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...baselines import Masked, admitted, offered, partitions
-from ...data import TableData, Task, TensorData, bare
+from ...data import VOCABULARY, TableData, Task, TensorData, bare
 from ...frost.entries import EntrySelection
 from ...frost.magnitude import gradient_magnitudes
 from ...frost.selection import select, take
@@ -33,9 +36,10 @@ from ...models import load_model, load_tokenizer
 from ...oracle import evaluating, trainable
 from ...tasks import font_digits
 from ...texts import encode
-from ..experiments import (
-    Experiment, Settings, best_rates, measured_run, prepared_task, split, start_of)
-from ..pretrained import prepared
+from dpft.book.experiments import (
+    Experiment, Settings, best_rates, measured_run, prepared_task, split, start_of,
+    tuning_records)
+from ..pretrained import prepared, vectors
 from ..tasks import load_data
 from .defaults import hospital_notes
 from .protocol import DESIGN_WAYS, STUDIES
@@ -108,8 +112,9 @@ def control_run(settings: Settings) -> Settings:
                          settings["seed"] * (settings["choice"] == "random"))
     return run_of_chosen(settings, names, *named(settings))
 
-def run_of_chosen(settings: Settings, names: list[str], model: nn.Module,
-                  task: Task) -> Settings:
+def run_of_chosen(settings: Settings, names: list[str], model: nn.Module, task: Task,
+                  score: Callable[[nn.Module, Task], dict[str, float]] | None = None,
+                  ) -> Settings:
     "A run in which the partitions of these names and the head train."
     head = {id(p) for p in model.classifier.parameters()}  # type: ignore[union-attr]
     inside = {id(p) for piece in partitions(model) if piece.name in names
@@ -117,8 +122,8 @@ def run_of_chosen(settings: Settings, names: list[str], model: nn.Module,
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in inside | head)
     own = {name: value for name, value in settings.items()
-           if name not in ("ratio", "choice")}
-    return {**size_run(own, lambda _: (model, task)), "chosen": names}
+           if name not in ("ratio", "choice", "layers")}
+    return {**size_run(own, lambda _: (model, task), score), "chosen": names}
 
 def control_settings(data: str, choice: str, rate: float, seed: int) -> Settings:
     "The settings of one run."
@@ -171,13 +176,14 @@ BUDGETS = (2.0, 0.5, 8.0)
 def size_run(
     settings: Settings,
     prepare: Callable[[Settings], tuple[nn.Module, Task]] = named,
+    score: Callable[[nn.Module, Task], dict[str, float]] | None = None,
 ) -> Settings:
     "A run, with the number of entries that it trained."
     def count(run: Any, method: Method) -> Settings:
         masks = {id(p): mask for p, mask in getattr(method, "masks", {}).items()}
         return {"entries": sum(int(masks[id(p)].sum()) if id(p) in masks else p.numel()
                                for p in trainable(run.model).values())}
-    return measured_run(settings, count, prepare=prepare)
+    return measured_run(settings, count, score, prepare)
 
 def size_settings(label: str, rate: float, epsilon: float, seed: int) -> Settings:
     "The settings of one run."
@@ -312,12 +318,62 @@ def text_choice_grid() -> Iterator[Settings]:
         yield {"data": "sst2", "model": "minilm", "method": "DPFrost", "label": texts,
                "texts": texts, "rows": 500, "ratio": 0.0625, "seed": 0}
 
+
+# %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-trials
+@cache
+def notes() -> Task:
+    "Invented notes, tokenised: as many complaints as others, 500 of them held out."
+    table = hospital_notes(rows=10_000)
+    others, complaints = ([note for note, outcome in zip(table["note"], table["outcome"])
+                           if outcome == label] for label in (0, 1))
+    pairs = [(note, label) for both in zip(others, complaints)
+             for label, note in enumerate(both)]
+    rows = TableData({"sentence": [note for note, _ in pairs],
+                      "label": [label for _, label in pairs]})
+    held, rest = (encode(rows.subset(range(*ends)), load_tokenizer("minilm"),
+                         ("sentence", "label"), 64, "text")
+                  for ends in ((0, 500), (500, len(rows))))
+    return Task("notes", "text", rest, held, classes=("other", "complaint"),
+                columns=("sentence", "label")).assuming(VOCABULARY)
+
+def in_layers(model: nn.Module, layers: Sequence[int]) -> list[str]:
+    "Names of the partitions in some layers of the encoder."
+    return [piece.name for piece in partitions(model)
+            if any(f".layer.{layer}." in piece.name for layer in layers)]
+
+def trial_run(settings: Settings) -> Settings:
+    "A short noisy run of some layers on invented notes; the loss of those held out."
+    model = load_model("minilm")
+    def loss(trained: nn.Module, task: Task) -> dict[str, float]:
+        said = vectors(trained, task.dev)
+        return {"loss": F.cross_entropy(said, task.dev.labels).item()}
+    return run_of_chosen(settings, in_layers(model, settings["layers"]), model, notes(),
+                         loss)
+
+def trial_grid() -> Iterator[Settings]:
+    "Each three of MiniLM's six layers, and two draws."
+    for seed, layers in product(range(2), combinations(range(6), 3)):
+        yield {"data": "notes", "model": "minilm", "method": "Trainable",
+               "label": "layers " + "".join(map(str, layers)), "layers": [*layers],
+               "steps": 10, "batch_size": 128, "physical_batch_size": 64, "clip": 0.1,
+               "learning_rate": 2e-3, "noise_multiplier": 0.307, "seed": seed}
+
+def best_layers() -> list[int]:
+    "The layers whose trials end with the smallest loss in the mean."
+    losses: dict[tuple[int, ...], list[float]] = {}
+    for run in tuning_records("choice-trials"):
+        losses.setdefault(tuple(run["layers"]), []).append(run["metrics"]["loss"])
+    return [*min(losses, key=lambda layers: mean(losses[layers]))]
+
 def sentence_run(settings: Settings) -> Settings:
-    "Forty steps on SST-2, with the partitions of the hospital's notes or with rows."
-    if settings["label"] == "public":
-        names = [*chosen_by_texts("hospital", 500, settings["ratio"], 0)]
-        return run_of_chosen(settings, names, *prepared(settings))
-    return size_run(settings, prepared)
+    """Forty steps on SST-2, with rows, or with the partitions or layers that public notes
+    chose."""
+    if "ratio" not in settings and "layers" not in settings:
+        return size_run(settings, prepared)
+    model, task = prepared(settings)
+    names = (in_layers(model, settings["layers"]) if "layers" in settings
+             else [*chosen_by_texts("hospital", 500, settings["ratio"], 0)])
+    return run_of_chosen(settings, names, model, task)
 
 def sentence_grid() -> Iterator[Settings]:
     "Five seeds, all at what tuning found for DP-FROST in the short study of sentences."
@@ -331,6 +387,12 @@ def sentence_grid() -> Iterator[Settings]:
         else:
             own = {"seed": seed} if label == "random rows" else {"sample_rate": 0.005}
             yield {**run, "method": method, "options": {**options, **own}}
+    for seed in range(5):
+        at_random = sorted(random.Random(seed).sample(range(6), 3))
+        for label, layers in (("tried layers", best_layers()),
+                              ("random layers", at_random)):
+            yield {**shared, "label": label, "seed": seed, "method": "Trainable",
+                   "layers": layers}
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-phases
 OPTIMIZERS = {  # learning rates of the head and of everything
@@ -395,6 +457,9 @@ EXPERIMENTS = {
     "choice-text": Experiment(
     "Do public sentences choose what private ones choose?", text_choice_grid,
     text_choice_run, "SST-2, MiniLM; five minutes on one core"),
+    "choice-trials": Experiment(
+    "Which layers learn best under noise, on invented sentences?", trial_grid,
+    trial_run, "MiniLM; half an hour on one core"),
     "choosers-sentences": Experiment(
     "And must the choice be private on sentences?", sentence_grid,
-    sentence_run, "SST-2, MiniLM; an hour on one core")}
+    sentence_run, "SST-2, MiniLM; three hours on one core")}
