@@ -39,7 +39,7 @@ from ...texts import encode
 from dpft.book.experiments import (
     Experiment, Settings, best_rates, measured_run, prepared_task, split, start_of,
     tuning_records)
-from ..pretrained import prepared, vectors
+from ..pretrained import normalised_minilm, prepared, vectors
 from ..tasks import load_data
 from .defaults import hospital_notes
 from .protocol import DESIGN_WAYS, STUDIES
@@ -343,7 +343,7 @@ def in_layers(model: nn.Module, layers: Sequence[int]) -> list[str]:
 
 def trial_run(settings: Settings) -> Settings:
     "A short noisy run of some layers on invented notes; the loss of those held out."
-    model = load_model("minilm")
+    model = normalised_minilm()
     def loss(trained: nn.Module, task: Task) -> dict[str, float]:
         said = vectors(trained, task.dev)
         return {"loss": F.cross_entropy(said, task.dev.labels).item()}
@@ -356,7 +356,7 @@ def trial_grid() -> Iterator[Settings]:
         yield {"data": "notes", "model": "minilm", "method": "Trainable",
                "label": "layers " + "".join(map(str, layers)), "layers": [*layers],
                "steps": 10, "batch_size": 128, "physical_batch_size": 64, "clip": 0.1,
-               "learning_rate": 2e-3, "noise_multiplier": 0.307, "seed": seed}
+               "learning_rate": 1e-3, "noise_multiplier": 0.307, "seed": seed}
 
 def best_layers() -> list[int]:
     "The layers whose trials end with the smallest loss in the mean."
