@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dpft.book import experiments, pretrained
-from dpft.book.evidence import EXPERIMENTS, gpu, language, protocol
+from dpft.book.evidence import EXPERIMENTS, gpu, language, protocol, sizes
 from dpft.book.evidence.freezing import spent
 from dpft.book.evidence.protocol import STUDIES, measure_of, study_grid, study_verdict, tuning_grid
 from dpft.book.experiments import make_record, recorded, results_file, settings_in, write_records
@@ -261,6 +261,25 @@ def test_too_few_public_rows_are_refused():
 def test_phrases_in_smollm2s_tokens_are_for_no_other_network():
     with pytest.raises(ValueError, match="phrases are in SmolLM2's tokens, which minilm can't read"):
         pretrained.public_rows("phrases", 64, "minilm")
+
+
+def test_the_layers_with_the_smallest_mean_loss_in_trials_train_on_private_sentences(world):
+    with pytest.raises(ValueError, match="dpft run choice-trials"):
+        sizes.best_layers()
+    tried = {**next(sizes.trial_grid()), **TINY, "layers": [1]}
+    entry = make_record("choice-trials", sizes.trial_run, tried, False)
+    assert 0 < entry["metrics"]["loss"] < 2 and all(".layer.1." in name for name in entry["chosen"])
+    runs = [{**tried, "layers": [layer], "seed": seed} for layer in range(2) for seed in range(2)]
+    write_records(results_file("choice-trials"),
+                  [{**run, "reduced": False, "metrics": {"loss": loss}} for run, loss in zip(runs, (0.1, 0.9, 0.4, 0.5), strict=True)])
+    assert sizes.best_layers() == [1]
+    private = [run for run in sizes.sentence_grid() if run["label"].endswith("layers")]
+    assert all(run["layers"] == [1] for run in private if run["label"] == "tried layers")
+    assert len({tuple(run["layers"]) for run in private if run["label"] == "random layers"}) > 1
+    entry = make_record("choosers-sentences", sizes.sentence_run, {**private[0], **TINY}, False)
+    model = pretrained.normalised_minilm()
+    inside = [p.numel() for name, p in model.named_parameters() if ".layer.1." in name or "classifier" in name]
+    assert entry["entries"] == sum(inside) < sum(p.numel() for p in model.parameters()) and entry["epsilon"] <= 2.0
 
 
 @pytest.mark.parametrize("name,label", [(name, label) for name, its in STUDIES.items() for label, way in its.ways.items() if way.shares])
