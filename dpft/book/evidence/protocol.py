@@ -10,10 +10,10 @@ __all__ = ['CLIPS', 'TUNED_WITH', 'Budget', 'Scores', 'Found', 'FROST', 'PAID', 
            'QUESTIONS', 'FURTHER', 'EXPERIMENTS', 'SEEDS', 'LEVEL', 'ROUNDS', 'Verdict', 'MATTERS', 'ATTACKED',
            'STEADY', 'Way', 'Study', 'options_at', 'entry', 'three_digits', 'held_out', 'short', 'elsewhere_too',
            'length_elsewhere', 'tuning_grid', 'study_grid', 'believed', 'design', 'first_everything', 'around',
-           'of_share', 'study_of_size', 'at_size', 'relevance_grid', 'measure_of', 'holm', 'p_value', 'judged',
-           'each_of', 'counted', 'timed', 'indifferent', 'choice_control', 'overlaps', 'deviation_ratio', 'steadier',
-           'growing', 'lowered', 'untuned', 'scored_by', 'no_better', 'study_verdict', 'size_gaps', 'size_steps',
-           'off_the_rate', 'rate_differences']
+           'of_share', 'study_of_size', 'at_size', 'relevance_grid', 'decay_grid', 'measure_of', 'holm', 'p_value',
+           'judged', 'each_of', 'counted', 'timed', 'indifferent', 'choice_control', 'overlaps', 'deviation_ratio',
+           'steadier', 'growing', 'lowered', 'untuned', 'scored_by', 'no_better', 'study_verdict', 'size_gaps',
+           'size_steps', 'off_the_rate', 'rate_differences']
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-imports
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -460,6 +460,13 @@ def relevance_grid() -> list[Settings]:
             for seed in range(5, 20) for clip in ("1", "automatic")
             for label in ("RapFT", "RapFT, random mask")]
 
+def decay_grid() -> list[Settings]:
+    """LoRA, with privacy and without, at a learning rate that falls linearly to zero from
+    one and a half times the rate that tuning found for both."""
+    return [{**entry(STUDIES["language"], "LoRA", "1", 9e-3, epsilon, seed),
+             "schedule": "linear"}
+            for seed in range(3) for epsilon in (8.0, "inf")]
+
 def measure_of(study: Study) -> Callable[[Settings], Settings]:
     "What makes a run of a study."
     return {"digits": digits_measured, "e2e": language_measured}.get(
@@ -476,7 +483,10 @@ EXPERIMENTS = {
                      NEEDS[STUDIES[study].shared["data"]])
     for name, (study, question) in FURTHER.items()} | {
     "relevance": Experiment("Is a split by relevance better than one at random?",
-                            relevance_grid, measured, NEEDS["cifar10"])}
+                            relevance_grid, measured, NEEDS["cifar10"]),
+    "language-decay": Experiment(
+        "Does a learning rate that falls to zero narrow the gap that privacy leaves?",
+        decay_grid, language_measured, NEEDS["e2e"])}
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-holm
 def holm(
