@@ -351,10 +351,11 @@ def trial_run(settings: Settings) -> Settings:
                          loss)
 
 def trial_grid() -> Iterator[Settings]:
-    "Each three of MiniLM's six layers, and two draws."
-    for seed, layers in product(range(2), combinations(range(6), 3)):
+    "Each three of MiniLM's six layers, and none, for two draws."
+    for seed, layers in product(range(2), ((), *combinations(range(6), 3))):
         yield {"data": "notes", "model": "minilm", "method": "Trainable",
-               "label": "layers " + "".join(map(str, layers)), "layers": [*layers],
+               "label": "layers " + "".join(map(str, layers)) if layers else "head",
+               "layers": [*layers],
                "steps": 10, "batch_size": 128, "physical_batch_size": 64, "clip": 0.1,
                "learning_rate": 1e-3, "noise_multiplier": 0.307, "seed": seed}
 
@@ -362,7 +363,8 @@ def best_layers() -> list[int]:
     "The layers whose trials end with the smallest loss in the mean."
     losses: dict[tuple[int, ...], list[float]] = {}
     for run in tuning_records("choice-trials"):
-        losses.setdefault(tuple(run["layers"]), []).append(run["metrics"]["loss"])
+        if run["layers"]:
+            losses.setdefault(tuple(run["layers"]), []).append(run["metrics"]["loss"])
     return [*min(losses, key=lambda layers: mean(losses[layers]))]
 
 def sentence_run(settings: Settings) -> Settings:
