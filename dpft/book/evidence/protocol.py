@@ -686,12 +686,12 @@ def lowered(
     works = [centre - half >= ATTACKED for centre, half in
              (interval([*areas]) for areas in attacked)]
     silent = len(works) - sum(works)
+    cells = f"{silent} cell{'s' * (silent > 1)}"
     if not any(works):
-        return "not testable here", f"no attack works without privacy in {silent} cell{'s' * (silent > 1)}"
+        return "not testable here", f"no attack works without privacy in {cells}"
     verdict, said = judged([gap for gap, its in zip(gaps, works, strict=True) if its])
     return verdict, said + (
-        f"; in {silent} cell{'s' * (silent > 1)} no attack works without it"
-        if silent else "")
+        f"; in {cells} no attack works without it" if silent else "")
 
 # %% ../../../nbs/source/book_evidence_protocol.ipynb #protocol-untuned
 def untuned(records: list[Settings], methods: list[str], metric: str = "accuracy",
