@@ -259,7 +259,7 @@ def test_a_deviation_is_smaller_by_the_test_of_pitman_and_morgan():
 def test_an_attack_is_lowered_where_it_works():
     strong, weak = [0.75, 0.76, 0.74, 0.75, 0.77], [0.55, 0.53, 0.54, 0.52, 0.56]
     assert lowered([strong], [AHEAD])[0] == "held" and lowered([strong], [BEHIND])[0] == "did not hold"
-    assert lowered([strong, weak], [AHEAD, BEHIND]) == ("held", "1 of 1 ahead, 0 behind; in 1 cells no attack works without it")
+    assert lowered([strong, weak], [AHEAD, BEHIND]) == ("held", "1 of 1 ahead, 0 behind; in 1 cell no attack works without it")
     assert lowered([weak, weak], [AHEAD, AHEAD])[0] == "not testable here"
     assert lowered([weak, strong[:4]], [AHEAD, AHEAD]) == ("undecided", "4 of 5 seeds")
 
