@@ -461,8 +461,8 @@ def relevance_grid() -> list[Settings]:
             for label in ("RapFT", "RapFT, random mask")]
 
 def decay_grid() -> list[Settings]:
-    """LoRA, with privacy and without, at a learning rate that falls linearly to zero from
-    one and a half times the rate that tuning found for both."""
+    """LoRA, with privacy and without, at a learning rate that falls linearly to zero
+    from one and a half times the rate that tuning found for both."""
     return [{**entry(STUDIES["language"], "LoRA", "1", 9e-3, epsilon, seed),
              "schedule": "linear"}
             for seed in range(3) for epsilon in (8.0, "inf")]

@@ -324,8 +324,9 @@ def text_choice_grid() -> Iterator[Settings]:
 def notes() -> Task:
     "Invented notes, tokenised: as many complaints as others, 500 of them held out."
     table = hospital_notes(rows=10_000)
-    others, complaints = ([note for note, outcome in zip(table["note"], table["outcome"])
-                           if outcome == label] for label in (0, 1))
+    labelled = [*zip(table["note"], table["outcome"])]
+    others, complaints = ([note for note, outcome in labelled if outcome == label]
+                          for label in (0, 1))
     pairs = [(note, label) for both in zip(others, complaints)
              for label, note in enumerate(both)]
     rows = TableData({"sentence": [note for note, _ in pairs],
@@ -368,8 +369,8 @@ def best_layers() -> list[int]:
     return [*min(losses, key=lambda layers: mean(losses[layers]))]
 
 def sentence_run(settings: Settings) -> Settings:
-    """Forty steps on SST-2, with rows, or with the partitions or layers that public notes
-    chose."""
+    """Forty steps on SST-2, with rows, or with the partitions or layers that public
+    notes chose."""
     if "ratio" not in settings and "layers" not in settings:
         return size_run(settings, prepared)
     model, task = prepared(settings)
