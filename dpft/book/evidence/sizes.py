@@ -36,9 +36,9 @@ from ...models import load_model, load_tokenizer
 from ...oracle import evaluating, trainable
 from ...tasks import font_digits
 from ...texts import encode
-from dpft.book.experiments import (
-    Experiment, Settings, best_rates, measured_run, prepared_task, split, start_of,
-    tuning_records)
+from ..experiments import (
+    Experiment, Settings, best_rates, measured_run, prepared_task,
+    split, start_of, tuning_records)
 from ..pretrained import normalised_minilm, prepared, vectors
 from ..tasks import load_data
 from .defaults import hospital_notes
