@@ -8,9 +8,9 @@ __all__ = ['SMALL', 'DATA', 'CHOICES', 'CONTROL_RATES', 'ENTRIES', 'SETS', 'LONG
            'known_choice', 'control_run', 'run_of_chosen', 'control_settings', 'control_tuning_grid', 'control_grid',
            'RandomEntries', 'size_run', 'size_settings', 'size_tuning_grid', 'size_grid', 'Rows', 'RowSelection',
            'RandomRows', 'chooser_settings', 'chooser_run', 'chooser_tuning_grid', 'chooser_grid', 'gain_grid',
-           'start_grid', 'labelled_texts', 'chosen_by_texts', 'text_choice_run', 'text_choice_grid', 'notes',
-           'in_layers', 'trial_run', 'trial_grid', 'best_layers', 'sentence_run', 'sentence_grid', 'phase_settings',
-           'phase_tuning_grid', 'phase_grid']
+           'start_grid', 'labelled_texts', 'encode_sentences', 'chosen_by_texts', 'text_choice_run', 'text_choice_grid',
+           'notes', 'in_layers', 'trial_run', 'trial_grid', 'best_layers', 'sentence_run', 'sentence_grid',
+           'phase_settings', 'phase_tuning_grid', 'phase_grid']
 
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-imports
 import random
@@ -39,6 +39,7 @@ from ...texts import encode
 from ..experiments import (
     Experiment, Settings, best_rates, measured_run, prepared_task,
     split, start_of, tuning_records)
+from ..figures import grouped
 from ..pretrained import normalised_minilm, prepared, vectors
 from ..tasks import load_data
 from .defaults import hospital_notes
@@ -293,15 +294,19 @@ def labelled_texts(kind: str) -> tuple[list[str], list[int]]:
     train = load_data("sst2").train
     return train["sentence"], train["label"]
 
+def encode_sentences(sentences: list[str], labels: list[int]) -> Any:
+    "Labelled sentences as MiniLM reads them."
+    table = TableData({"sentence": sentences, "label": labels})
+    return encode(table, load_tokenizer("minilm"), ("sentence", "label"), 64, "text")
+
 @cache
 def chosen_by_texts(kind: str, count: int, ratio: float, seed: int) -> dict[str, int]:
     "Names and sizes of the partitions that some labelled sentences choose; no noise."
     texts, labels = labelled_texts(kind)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(
         seed))[:count].tolist()
-    table = TableData({"sentence": [texts[row] for row in order],
-                       "label": [int(labels[row]) for row in order]})
-    rows = encode(table, load_tokenizer("minilm"), ("sentence", "label"), 64, "text")
+    rows = encode_sentences([texts[row] for row in order],
+                            [int(labels[row]) for row in order])
     model = load_model("minilm")
     pieces = partitions(model)
     numbers = select(pieces, exact(model, rows, 50), ratio, sample_rate=1.0).numbers
@@ -318,22 +323,17 @@ def text_choice_grid() -> Iterator[Settings]:
         yield {"data": "sst2", "model": "minilm", "method": "DPFrost", "label": texts,
                "texts": texts, "rows": 500, "ratio": 0.0625, "seed": 0}
 
-
 # %% ../../../nbs/source/book_evidence_sizes.ipynb #sizes-evidence-trials
 @cache
 def notes() -> Task:
     "Invented notes, tokenised: as many complaints as others, 500 of them held out."
     table = hospital_notes(rows=10_000)
     labelled = [*zip(table["note"], table["outcome"])]
-    others, complaints = ([note for note, outcome in labelled if outcome == label]
-                          for label in (0, 1))
-    pairs = [(note, label) for both in zip(others, complaints)
-             for label, note in enumerate(both)]
-    rows = TableData({"sentence": [note for note, _ in pairs],
-                      "label": [label for _, label in pairs]})
-    held, rest = (encode(rows.subset(range(*ends)), load_tokenizer("minilm"),
-                         ("sentence", "label"), 64, "text")
-                  for ends in ((0, 500), (500, len(rows))))
+    pairs = [*zip(*([note for note, outcome in labelled if outcome == label]
+                    for label in (0, 1)))]
+    said, labels = [note for pair in pairs for note in pair], [0, 1] * len(pairs)
+    rest, held = (encode_sentences(said[part], labels[part])
+                  for part in (slice(500, None), slice(500)))
     return Task("notes", "text", rest, held, classes=("other", "complaint"),
                 columns=("sentence", "label")).assuming(VOCABULARY)
 
@@ -362,21 +362,21 @@ def trial_grid() -> Iterator[Settings]:
 
 def best_layers() -> list[int]:
     "The layers whose trials end with the smallest loss in the mean."
-    losses: dict[tuple[int, ...], list[float]] = {}
-    for run in tuning_records("choice-trials"):
-        if run["layers"]:
-            losses.setdefault(tuple(run["layers"]), []).append(run["metrics"]["loss"])
+    trials = [run for run in tuning_records("choice-trials") if run["layers"]]
+    losses = grouped(trials, lambda run: tuple(run["layers"]), "loss")
     return [*min(losses, key=lambda layers: mean(losses[layers]))]
 
 def sentence_run(settings: Settings) -> Settings:
     """Forty steps on SST-2, with rows, or with the partitions or layers that public
     notes chose."""
-    if "ratio" not in settings and "layers" not in settings:
-        return size_run(settings, prepared)
-    model, task = prepared(settings)
-    names = (in_layers(model, settings["layers"]) if "layers" in settings
-             else [*chosen_by_texts("hospital", 500, settings["ratio"], 0)])
-    return run_of_chosen(settings, names, model, task)
+    if "layers" in settings:
+        model, task = prepared(settings)
+        names = in_layers(model, settings["layers"])
+        return run_of_chosen(settings, names, model, task)
+    if "ratio" in settings:
+        names = [*chosen_by_texts("hospital", 500, settings["ratio"], 0)]
+        return run_of_chosen(settings, names, *prepared(settings))
+    return size_run(settings, prepared)
 
 def sentence_grid() -> Iterator[Settings]:
     "Five seeds, all at what tuning found for DP-FROST in the short study of sentences."
@@ -390,10 +390,10 @@ def sentence_grid() -> Iterator[Settings]:
         else:
             own = {"seed": seed} if label == "random rows" else {"sample_rate": 0.005}
             yield {**run, "method": method, "options": {**options, **own}}
+    best = best_layers()
     for seed in range(5):
         at_random = sorted(random.Random(seed).sample(range(6), 3))
-        for label, layers in (("tried layers", best_layers()),
-                              ("random layers", at_random)):
+        for label, layers in (("tried layers", best), ("random layers", at_random)):
             yield {**shared, "label": label, "seed": seed, "method": "Trainable",
                    "layers": layers}
 
@@ -465,4 +465,4 @@ EXPERIMENTS = {
     trial_run, "MiniLM; half an hour on one core"),
     "choosers-sentences": Experiment(
     "And must the choice be private on sentences?", sentence_grid,
-    sentence_run, "SST-2, MiniLM; three hours on one core")}
+    sentence_run, "choice-trials's records; SST-2, MiniLM; three hours on one core")}
