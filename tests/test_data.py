@@ -589,8 +589,8 @@ def test_clips_are_bounded_one_by_one_and_padding_that_leaks_is_refused(norm, ma
             for row, size in enumerate([90, 50, 70, 61] * 3)]
     if masked:
         rows = [{**row, "attention_mask": [1] * len(row["input_values"])} for row in rows]
-    def run():
-        return dpft.fine_tune(model, rows, dpft.Full(), progress=False, **KNOBS)
+    def run():                                                                   # with all rows: a batch of one has no padding
+        return dpft.fine_tune(model, rows, dpft.Full(), progress=False, **{**KNOBS, "batch_size": len(rows)})
     if refused:
         with pytest.raises(ValueError, match="changes with the length of its padding"):
             run()
